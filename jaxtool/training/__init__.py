@@ -1,0 +1,17 @@
+"""The training engine: loss, optimiser, step, checkpoints."""
+
+from jaxtool.training.loss import supervised_loss
+from jaxtool.training.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from jaxtool.training.step import TrainState, TrainStep, initial_state, make_train_step, on_mesh
+
+__all__ = [
+    "OptimizerConfig",
+    "TrainState",
+    "TrainStep",
+    "initial_state",
+    "learning_rate_schedule",
+    "make_optimizer",
+    "make_train_step",
+    "on_mesh",
+    "supervised_loss",
+]

@@ -1,0 +1,125 @@
+"""From a model's name to its config and its weights as sharded arrays, whichever format it is in.
+
+The formats are in `hf_config`, `safetensors_reader` and `gguf_reader`; building the module is the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import huggingface_hub
+import jax
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+)
+
+from jaxtool.models import LlamaConfig
+from jaxtool.weights.gguf_reader import GgufFile, llama_config_from_gguf
+from jaxtool.weights.hf_config import llama_config_from_hf
+from jaxtool.weights.safetensors_reader import SafetensorsFolder, read_json_object
+from jaxtool.weights.sharded_read import check_repeated_head, read_parameter
+from jaxtool.weights.tensor_map import TensorFiles, WeightPlan, plan_tensors
+
+logger = logging.getLogger(__name__)
+
+# Weights, configs and tokenizers; never pickles.
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve_model(source: str | Path) -> Path:
+    """A local model folder or `.gguf` file as it is, a hub id (`owner/name`) as a downloaded folder.
+
+    Raises:
+        FileNotFoundError: nothing there, and no hub id that can be fetched.
+        ValueError: a file that isn't GGUF.
+    """
+    path = Path(source)
+    if path.is_dir() and source != "":  # Path("") is the working folder
+        return path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{source}: expected a model folder, a .gguf file or a hub id owner/name")
+        return path
+    if not isinstance(source, str) or source.endswith(".gguf") or not _HUB_ID.fullmatch(source):
+        raise FileNotFoundError(f"{source}: no such folder or .gguf file, and not a hub id owner/name")
+    try:
+        # Top level only: repositories keep copies in other formats in subfolders.
+        folder = huggingface_hub.snapshot_download(
+            source, allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"]
+        )
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
+        raise FileNotFoundError(
+            f"{source}: no such local folder, and neither fetched from the Hugging Face hub nor in its "
+            f"cache: {error}"
+        ) from error
+    return Path(folder)
+
+
+def read_config(path: str | Path) -> LlamaConfig:
+    """The config of a model folder (`config.json`) or GGUF file (metadata).
+
+    Raises:
+        FileNotFoundError: no such file.
+        ConfigError: a field that this port can't express.
+        WeightsError: a damaged file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return llama_config_from_hf(read_json_object(path / "config.json"), str(path / "config.json"))
+    return llama_config_from_gguf(GgufFile(path))
+
+
+def plan_weights(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> WeightPlan:
+    """Checks that a checkpoint fits a model, from headers alone; the plan's notes count what isn't read.
+
+    Raises:
+        WeightsError: see `plan_tensors`.
+    """
+    return _open_and_plan(Path(path), abstract)[1]
+
+
+def read_weights(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """All parameters of a model from a folder of safetensors or a GGUF file.
+
+    Each process reads the byte ranges that its devices hold (whole rows of quantised tensors) and keeps one
+    parameter at a time on the host. Rows of embedding and head behind the checkpoint's vocabulary are zero.
+
+    Args:
+        path: local folder or `.gguf` file.
+        abstract: parameters by dotted path; dtype and sharding of each result are the leaf's.
+
+    Raises:
+        WeightsError: a damaged file, or tensors that don't fit; see `plan_tensors`.
+        ConfigError: see `read_config`.
+    """
+    files, plan = _open_and_plan(Path(path), abstract)
+    for note in plan.notes:
+        logger.info(note)
+    check_repeated_head(files, plan)
+    return {planned.rule.path: read_parameter(files, planned) for planned in plan.parameters}
+
+
+def _open_and_plan(
+    path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[TensorFiles, WeightPlan]:
+    files: SafetensorsFolder | GgufFile
+    if path.is_dir():
+        config, files = read_config(path), SafetensorsFolder(path)
+    else:
+        files = GgufFile(path)
+        config = llama_config_from_gguf(files)
+    return files, plan_tensors(files, abstract, vocab_size=config.vocab_size)
