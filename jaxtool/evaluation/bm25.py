@@ -56,9 +56,7 @@ class BM25Ranker:
         self._index: Any = None
         if self._term_ids:  # a catalogue without a single word has nothing to index: no query matches
             self._index = bm25s.BM25(k1=k1, b=b, method="lucene", dtype="float64")
-            self._index.index(
-                (documents, dict(self._term_ids)), create_empty_token=False, show_progress=False
-            )
+            self._index.index((documents, dict(self._term_ids)), create_empty_token=False, show_progress=False)
 
     def rank(self, texts: Sequence[str], k: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The k best tools of each query, best first, equal scores in the order of tool ids.
@@ -117,7 +115,5 @@ def _schema_texts(schema: Mapping[str, Any]) -> Iterator[str]:
                 named = node.get(keyword)
                 if isinstance(named, Mapping):
                     inner.extend(part for name, value in named.items() for part in (str(name), value))
-            inner.extend(
-                node[keyword] for keyword in _NESTED if isinstance(node.get(keyword), (Mapping, list, tuple))
-            )
+            inner.extend(node[keyword] for keyword in _NESTED if isinstance(node.get(keyword), (Mapping, list, tuple)))
             pending.extend(reversed(inner))

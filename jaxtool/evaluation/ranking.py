@@ -62,14 +62,8 @@ class RankingScores:
             raise ValueError(f"select: the mask has shape {chosen.shape}; expected ({self.queries},)")
         if positions.size == 0:
             raise ValueError("select: no query is left; expected at least one")
-        if (
-            not np.issubdtype(positions.dtype, np.integer)
-            or positions.min() < 0
-            or positions.max() >= self.queries
-        ):
-            raise ValueError(
-                f"select: expected a boolean mask or query positions from 0 to {self.queries - 1}"
-            )
+        if not np.issubdtype(positions.dtype, np.integer) or positions.min() < 0 or positions.max() >= self.queries:
+            raise ValueError(f"select: expected a boolean mask or query positions from 0 to {self.queries - 1}")
         picked = {name: values_q[positions] for name, values_q in self.per_query.items()}
         return RankingScores(ks=self.ks, returned=self.returned, per_query=picked)
 
@@ -113,9 +107,7 @@ def evaluate_rankings(
         raise ValueError(f"ks is {tuple(ks)}; expected at least one cut-off, each 1 or more")
     returned = width if returned is None else returned
     if not 1 <= returned <= width:
-        raise ValueError(
-            f"returned is {returned}; expected 1 to {width}, the number of ranked tools per query"
-        )
+        raise ValueError(f"returned is {returned}; expected 1 to {width}, the number of ranked tools per query")
     gold_sets = _checked_gold(gold, query_count)
     gold_count_q = np.array([len(tools) for tools in gold_sets], dtype=np.int64)
 
@@ -165,9 +157,7 @@ def _relevance(
     return np.isin(keys_qk, gold_keys) & valid_qk
 
 
-def _occurrence(
-    ranked_qk: NDArray[np.int64], valid_qk: NDArray[np.bool_], *, last: bool
-) -> NDArray[np.bool_]:
+def _occurrence(ranked_qk: NDArray[np.int64], valid_qk: NDArray[np.bool_], *, last: bool) -> NDArray[np.bool_]:
     """True at the first (or last) valid entry of each tool in its row. [Q, K]"""
     rows, columns = np.nonzero(valid_qk)
     if last:
@@ -179,18 +169,14 @@ def _occurrence(
     return chosen_qk
 
 
-def _checked_rankings(
-    ranked_qk: ArrayLike, valid_qk: ArrayLike
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _checked_rankings(ranked_qk: ArrayLike, valid_qk: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     ranked, valid = np.asarray(ranked_qk), np.asarray(valid_qk)
     if ranked.ndim != 2 or 0 in ranked.shape:
         raise ValueError(f"ranked_qk has shape {ranked.shape}; expected [Q, K], both at least 1")
     if not np.issubdtype(ranked.dtype, np.integer):
         raise ValueError(f"ranked_qk has type {ranked.dtype}; expected integer tool ids")
     if valid.shape != ranked.shape or valid.dtype != np.bool_:
-        raise ValueError(
-            f"valid_qk has shape {valid.shape} and type {valid.dtype}; expected {ranked.shape} and bool"
-        )
+        raise ValueError(f"valid_qk has shape {valid.shape} and type {valid.dtype}; expected {ranked.shape} and bool")
     negative = np.argwhere(valid & (ranked < 0))
     if len(negative):
         row, column = negative[0]

@@ -118,9 +118,7 @@ def render_html(report: Report, png: bytes | None = None) -> str:
         _section("Plot", _image_html(png)) if png is not None else "",
         _section("Data", _list_html(report.notes)),
         _section("Example queries", "".join(_example_html(example) for example in report.examples)),
-        _section(
-            "Configuration", f"<pre>{_escaped(report.configuration)}</pre>" if report.configuration else ""
-        ),
+        _section("Configuration", f"<pre>{_escaped(report.configuration)}</pre>" if report.configuration else ""),
         _section("Environment", _pairs_html(report.environment)),
         _section("Time", _pairs_html({name: _duration(value) for name, value in report.timings.items()})),
     ]
@@ -165,9 +163,7 @@ def _results_html(results: Sequence[SystemResult]) -> str:
         rows.append(f"<tr>{names}{''.join(f'<td class=number>{number}</td>' for number in numbers)}</tr>")
     returned = ", ".join(str(n) for n in sorted({result.scores.returned for result in results}))
     note = f"{METRIC_NOTE} Returned tools counted there: {returned}."
-    table = (
-        f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
+    table = f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     return f"{table}<p class=note>{_escaped(note)}</p>"
 
 
@@ -199,8 +195,7 @@ def _list_html(notes: Sequence[str]) -> str:
 
 def _pairs_html(pairs: Mapping[str, str]) -> str:
     rows = "".join(
-        f"<tr><th scope=row>{_escaped(key)}</th><td>{_escaped(value)}</td></tr>"
-        for key, value in pairs.items()
+        f"<tr><th scope=row>{_escaped(key)}</th><td>{_escaped(value)}</td></tr>" for key, value in pairs.items()
     )
     return f"<table>{rows}</table>" if rows else ""
 

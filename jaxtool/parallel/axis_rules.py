@@ -59,7 +59,9 @@ class AxisRules:
             entry: MeshAxes = getattr(self, name)
             for mesh_axis in (entry,) if isinstance(entry, str) else entry or ():
                 if mesh_axis in used:
-                    raise ValueError(f"logical axes {used[mesh_axis]!r} and {name!r} both map to mesh axis {mesh_axis!r}")
+                    raise ValueError(
+                        f"logical axes {used[mesh_axis]!r} and {name!r} both map to mesh axis {mesh_axis!r}"
+                    )
                 used[mesh_axis] = name
             entries.append(entry)
         return PartitionSpec(*entries)
@@ -81,8 +83,13 @@ class AxisRules:
             for mesh_axis in (entry,) if isinstance(entry, str) else entry or ():
                 parts *= mesh_sizes.get(mesh_axis, 1)
             if size % parts:
-                dropped[name] = f"{name} ({size}) is not divisible by {parts} devices of mesh axis {entry!r}: replicated"
+                dropped[name] = (
+                    f"{name} ({size}) is not divisible by {parts} devices of mesh axis {entry!r}: replicated"
+                )
         if dropped.keys() & {"heads", "kv_heads"}:
             reason = dropped.get("kv_heads") or dropped["heads"]
-            dropped |= {name: dropped.get(name, f"{name} replicated with the other heads: {reason}") for name in ("heads", "kv_heads")}
+            dropped |= {
+                name: dropped.get(name, f"{name} replicated with the other heads: {reason}")
+                for name in ("heads", "kv_heads")
+            }
         return dataclasses.replace(self, **dict.fromkeys(dropped)), tuple(dropped.values())

@@ -8,28 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxtool.config import MeshConfig
+
 MESH_AXES = ("data", "fsdp", "model")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """Number of devices on each mesh axis.
-
-    Attributes:
-        data: replicas of the model; -1 takes all devices that the other axes leave.
-        fsdp: parts that parameters, optimiser state and batch are cut into.
-        model: parts that attention heads, MLP width and vocabulary are cut into.
-    """
-
-    data: int = -1
-    fsdp: int = 1
-    model: int = 1
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -77,7 +63,11 @@ def _contract_forward(
 
 
 def _contract_backward(
-    equation: str, out: PartitionSpec, dtype: str | None, operands: tuple[jax.Array, jax.Array], grad: jax.Array
+    equation: str,
+    out: PartitionSpec,
+    dtype: str | None,
+    operands: tuple[jax.Array, jax.Array],
+    grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     # Both gradients come out in the axis order of their operand. The default rule computes the transposed product and
     # transposes it back; XLA then picks a strided layout that makes weight gradients 3-5 times slower on CPU.
@@ -96,7 +86,9 @@ def _contract_backward(
 _contract.defvjp(_contract_forward, _contract_backward)
 
 
-def einsum(equation: str, x: jax.Array, y: jax.Array, *, out: PartitionSpec, result_dtype: str | None = None) -> jax.Array:
+def einsum(
+    equation: str, x: jax.Array, y: jax.Array, *, out: PartitionSpec, result_dtype: str | None = None
+) -> jax.Array:
     """Two-operand `jnp.einsum` whose result is laid out as `out` on the active explicit mesh.
 
     Args:

@@ -54,7 +54,9 @@ class ToolRetriever:
         self.model, self.prompts, self.mesh, self.batch_size = model, prompts, mesh, batch_size
         parts = NamedSharding(mesh, model.rules.spec("batch", None)).num_devices // mesh.shape["model"]
         if batch_size < 1 or batch_size % parts:
-            raise ValueError(f"batch_size {batch_size} is not a positive multiple of the {parts} devices that share a batch")
+            raise ValueError(
+                f"batch_size {batch_size} is not a positive multiple of the {parts} devices that share a batch"
+            )
 
     def retrieve(
         self,
@@ -105,7 +107,10 @@ class ToolRetriever:
         valid_qk = np.isfinite(log_probs_qk)
         tools_qk[~valid_qk] = -1
         return Retrieved(
-            tools_qk=tools_qk, log_probs_qk=log_probs_qk, valid_qk=valid_qk, cut=sum(prompt.cut > 0 for prompt in prompts)
+            tools_qk=tools_qk,
+            log_probs_qk=log_probs_qk,
+            valid_qk=valid_qk,
+            cut=sum(prompt.cut > 0 for prompt in prompts),
         )
 
     def _rank(self, prompts: list[list[int]], mask_t: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -126,7 +131,9 @@ class ToolRetriever:
 
 
 @jax.jit(static_argnames="k")
-def _top_tools(model: Llama, tokens_bs: jax.Array, lengths_b: jax.Array, mask_t: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def _top_tools(
+    model: Llama, tokens_bs: jax.Array, lengths_b: jax.Array, mask_t: jax.Array, k: int
+) -> tuple[jax.Array, jax.Array]:
     c, spec = model.config, model.rules.spec
     positions_bs = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1], dtype=jnp.int32), tokens_bs.shape)
     positions_bs = reshard(positions_bs, spec("batch", None))

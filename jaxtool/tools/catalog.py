@@ -53,9 +53,7 @@ class ToolCatalog:
                 duplicates.append(f"{tool.name!r}: {places}")
         if duplicates:
             heading = f"{counted(len(duplicates), 'tool')} with a name that is already taken"
-            advice = (
-                'Rename them, or read with on_duplicate="merge" to keep all documents under the one name.'
-            )
+            advice = 'Rename them, or read with on_duplicate="merge" to keep all documents under the one name.'
             raise CatalogError(listing(heading, duplicates) + f"\n{advice}")
         self.fingerprint: str = names_fingerprint(tool.name for tool in self.tools)
 
@@ -165,9 +163,7 @@ def catalog_from_records(path: str | Path, records: list[Record], problems: Prob
     heading = f"{path} is not a usable tool catalogue"
     header = records[0].value if records else None
     if not isinstance(header, dict) or HEADER_KEY not in header:
-        message = (
-            f'expected a header line {{"{HEADER_KEY}": {FORMAT_VERSION}, "count": ..., "fingerprint": ...}}'
-        )
+        message = f'expected a header line {{"{HEADER_KEY}": {FORMAT_VERSION}, "count": ..., "fingerprint": ...}}'
         problems.add(f"{path}:1", message)
         problems.raise_if_any(CatalogError, heading)
     assert isinstance(header, dict)
@@ -188,14 +184,10 @@ def catalog_from_records(path: str | Path, records: list[Record], problems: Prob
             tools.append(tool)
     if not problems:
         if header.get("count") != len(tools):
-            message = (
-                f"{counted(len(tools), 'tool')} in the file, but the header counts {header.get('count')!r}"
-            )
+            message = f"{counted(len(tools), 'tool')} in the file, but the header counts {header.get('count')!r}"
             problems.add(f"{path}:1", f"field count: {message}: the file was cut or edited")
         elif header.get("fingerprint") != names_fingerprint(tool.name for tool in tools):
-            message = (
-                "the names or their order are not those the file was saved with, so tool ids would shift"
-            )
+            message = "the names or their order are not those the file was saved with, so tool ids would shift"
             problems.add(f"{path}:1", f"field fingerprint: {message}")
     problems.raise_if_any(CatalogError, heading)
     return ToolCatalog(tools, notes=notes)
@@ -265,8 +257,7 @@ def _tool_line(tool: Tool) -> str:
         entry["parameters"] = tool.parameters
     if tool.documents:
         entry["documents"] = [
-            {"description": d.description, "parameters": d.parameters, "source": d.source}
-            for d in tool.documents
+            {"description": d.description, "parameters": d.parameters, "source": d.source} for d in tool.documents
         ]
     try:
         line = json.dumps(entry, ensure_ascii=False, allow_nan=False, default=_plain)

@@ -127,9 +127,7 @@ def _finite_float(text: str) -> float:
     return value
 
 
-_STRICT = json.JSONDecoder(
-    object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
-)
+_STRICT = json.JSONDecoder(object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float)
 # Finds where a value that breaks one of the rules above ends, so that reading goes on behind it.
 _LENIENT = json.JSONDecoder(parse_int=str)
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -177,16 +175,12 @@ class _Scanner:
                 self._skip_blank()
         where = f"{self.path}:{self._line_at(self.position)}"
         if not self.text.startswith("]", self.position):
-            self.problems.add(
-                where, 'expected "," or "]" in the JSON array; nothing was read after this place'
-            )
+            self.problems.add(where, 'expected "," or "]" in the JSON array; nothing was read after this place')
             return
         self.position += 1
         self._skip_blank()
         if self.position < len(self.text):
-            self.problems.add(
-                f"{self.path}:{self._line_at(self.position)}", "text after the end of the JSON array"
-            )
+            self.problems.add(f"{self.path}:{self._line_at(self.position)}", "text after the end of the JSON array")
 
     def _value(self) -> Record | None:
         """The value at the position, which moves behind it; None and a problem when it isn't acceptable."""

@@ -21,9 +21,7 @@ CatalogFormat = Literal["auto", "openai", "toolbench", "jaxtool"]
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
-def read_catalog(
-    path: str | Path, format: CatalogFormat = "auto", on_duplicate: OnDuplicate = "error"
-) -> ToolCatalog:
+def read_catalog(path: str | Path, format: CatalogFormat = "auto", on_duplicate: OnDuplicate = "error") -> ToolCatalog:
     """Read a catalogue from a file, or from all JSON files below a folder (in order of their paths).
 
     Files are JSON (one object or an array) or JSON Lines, plain or gzip, UTF-8.
@@ -71,9 +69,7 @@ def _files(path: Path) -> tuple[list[Path], list[str]]:
         raise FileNotFoundError(f"{path}: no such file or folder")
     if not path.is_dir():
         return [path], []
-    everything = sorted(
-        (p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).as_posix()
-    )
+    everything = sorted((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.relative_to(path).as_posix())
     files = [p for p in everything if p.name.endswith(_SUFFIXES)]
     if not files:
         raise FileNotFoundError(f"{path}: no file in this folder ends with {', '.join(_SUFFIXES)}")
@@ -160,9 +156,7 @@ class RecordReader:
         if len(self.problems) > before:
             return []
         if "api_list" not in value:
-            return self._api(
-                value, "api_name", "api_description", collection, collection_description, where, ""
-            )
+            return self._api(value, "api_name", "api_description", collection, collection_description, where, "")
         apis = value["api_list"]
         if not isinstance(apis, list):
             self._wrong_type(where, "api_list", "a list", apis)
@@ -174,9 +168,7 @@ class RecordReader:
         for i, api in enumerate(apis):
             place = f"api_list[{i}]"
             if self._is_object(api, where, f"field {place}: "):
-                tools += self._api(
-                    api, "name", "description", collection, collection_description, where, place
-                )
+                tools += self._api(api, "name", "description", collection, collection_description, where, place)
         return tools
 
     def _api(
@@ -193,9 +185,7 @@ class RecordReader:
         before = len(self.problems)
         name = self._name(api, name_field, where, prefix)
         description = self._text(api, description_field, where, prefix)
-        lists = [
-            self._parameters(api, f"{kind}_parameters", where, prefix) for kind in ("required", "optional")
-        ]
+        lists = [self._parameters(api, f"{kind}_parameters", where, prefix) for kind in ("required", "optional")]
         if len(self.problems) > before:
             return []
         carried = (name_field, description_field, "required_parameters", "optional_parameters")
@@ -216,9 +206,7 @@ class RecordReader:
             collection_description=collection_description,
         )
 
-    def _parameters(
-        self, api: Mapping[str, Any], field: str, where: str, prefix: str
-    ) -> list[dict[str, Any]]:
+    def _parameters(self, api: Mapping[str, Any], field: str, where: str, prefix: str) -> list[dict[str, Any]]:
         entries = api.get(field)
         if entries is None:
             return []

@@ -72,9 +72,7 @@ class Tool:
         try:
             self.name.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise CatalogError(
-                f"{where}field name: {self.name!r} is not valid Unicode text ({error.reason})"
-            ) from None
+            raise CatalogError(f"{where}field name: {self.name!r} is not valid Unicode text ({error.reason})") from None
 
     def document(self) -> ToolDocument:
         """The tool's own (first) document."""

@@ -1,11 +1,12 @@
-"""The training engine: loss, optimiser, step, checkpoints."""
+"""The training engine: loss, optimiser, step, run directory."""
 
 from jaxtool.training.loss import supervised_loss
-from jaxtool.training.optimizer import OptimizerConfig, learning_rate_schedule, make_optimizer
+from jaxtool.training.optimizer import learning_rate_schedule, make_optimizer
+from jaxtool.training.run_directory import RunDirectory
 from jaxtool.training.step import TrainState, TrainStep, initial_state, make_train_step, on_mesh
 
 __all__ = [
-    "OptimizerConfig",
+    "RunDirectory",
     "TrainState",
     "TrainStep",
     "initial_state",

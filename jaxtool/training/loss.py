@@ -36,14 +36,14 @@ def supervised_loss(model: Llama, batch: Batch, *, chunk: int = 0) -> tuple[jax.
     def piece(hidden_bpd: jax.Array, targets_bpa: jax.Array, weights_bpa: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits_bpv = model.logits(hidden_bpd)
         log_norm_bp = jax.nn.logsumexp(logits_bpv, axis=-1)
-        # One compare per alternative, fused with the sum: nothing of size V is gathered or scattered, and a vocabulary
-        # sharded over devices stays where it is.
+        # The target distribution is compared into being inside the sum: nothing of size V is gathered or scattered, and
+        # a vocabulary sharded over devices stays where it is. -inf of padded columns must not meet a weight of 0.
         ids_v = jnp.arange(logits_bpv.shape[-1], dtype=jnp.int32)
-        total = jnp.zeros_like(log_norm_bp)
+        share_bpv = jnp.zeros_like(logits_bpv)
         for a in range(targets_bpa.shape[-1]):
-            hit_bpv = ids_v == targets_bpa[..., a, None]
-            target_bp = jnp.sum(jnp.where(hit_bpv, logits_bpv, 0.0), axis=-1)
-            total += weights_bpa[..., a] * (log_norm_bp - target_bp)
+            share_bpv += jnp.where(ids_v == targets_bpa[..., a, None], weights_bpa[..., a, None], 0.0)
+        target_bp = jnp.sum(jnp.where(share_bpv > 0, share_bpv * logits_bpv, 0.0), axis=-1)
+        total = jnp.sum(weights_bpa, axis=-1) * log_norm_bp - target_bp
         best_bp = jnp.argmax(jax.lax.stop_gradient(logits_bpv), axis=-1)
         right_bp = jnp.any((targets_bpa == best_bp[..., None]) & (weights_bpa > 0), axis=-1)
         return jnp.sum(total), jnp.sum(right_bp)

@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import optax
 
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW settings; defaults are those of the ToolGen paper where it names them.
-
-    Attributes:
-        learning_rate: peak rate.
-        warmup_share: share of the steps in which the rate rises linearly from 0.
-        final_share: rate at the last step as a share of the peak (cosine decay).
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        epsilon: added to the root of the second moment.
-        weight_decay: decoupled decay of matrices; norm scales are never decayed.
-        clip_norm: largest global gradient norm.
-    """
-
-    learning_rate: float = 4e-5
-    warmup_share: float = 0.03
-    final_share: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.learning_rate <= 0:
-            raise ValueError(f"optimizer.learning_rate is {self.learning_rate}, expected a positive number")
-        if not 0 <= self.warmup_share < 1:
-            raise ValueError(f"optimizer.warmup_share is {self.warmup_share}, expected 0 <= share < 1")
-        if self.clip_norm <= 0:
-            raise ValueError(f"optimizer.clip_norm is {self.clip_norm}, expected a positive number")
+from jaxtool.config import OptimizerConfig
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -73,6 +73,8 @@ def on_mesh(batch: Batch, mesh: Mesh, rules: AxisRules) -> Batch:
         try:
             return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
         except ValueError as error:
-            raise ValueError(f"{x.shape[0]} rows of a batch don't divide by mesh axes {rules.batch}: {error}") from error
+            raise ValueError(
+                f"{x.shape[0]} rows of a batch don't divide by mesh axes {rules.batch}: {error}"
+            ) from error
 
     return jax.tree.map(put, batch)

@@ -61,9 +61,7 @@ class GgufFile:
         if magic != b"GGUF":
             raise WeightsError(f"{path}: not a GGUF file: it starts with {magic!r}, expected b'GGUF'")
         if int.from_bytes(version, "little") not in _VERSIONS:
-            raise WeightsError(
-                f"{path}: GGUF version bytes {version!r}, expected version 2 or 3, little-endian ('<I')"
-            )
+            raise WeightsError(f"{path}: GGUF version bytes {version!r}, expected version 2 or 3, little-endian ('<I')")
         try:
             with np.errstate(over="raise"):
                 self._reader = _BoundedReader(path)
@@ -81,9 +79,7 @@ class GgufFile:
             )
             for name, tensor in self._by_name.items()
         }
-        self.readable_dtypes = frozenset(
-            dtype.name for dtype in gguf.GGMLQuantizationType if _can_dequantise(dtype)
-        )
+        self.readable_dtypes = frozenset(dtype.name for dtype in gguf.GGMLQuantizationType if _can_dequantise(dtype))
 
     def name_of(self, rule: TensorRule) -> str:
         return rule.gguf
@@ -106,9 +102,7 @@ class GgufFile:
             return default
         value = self._metadata[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-            raise ConfigError(
-                f"{self.source}: metadata field {name!r} is {_short(value)}, expected {kind.__name__}"
-            )
+            raise ConfigError(f"{self.source}: metadata field {name!r} is {_short(value)}, expected {kind.__name__}")
         return value
 
     def field_names(self, prefix: str) -> list[str]:
@@ -145,17 +139,11 @@ def llama_config_from_gguf(file: GgufFile) -> LlamaConfig:
     source = file.source
     architecture = file.field("general.architecture", str)
     if architecture != "llama":
-        raise ConfigError(
-            f"{source}: metadata field 'general.architecture' is {architecture!r}, expected 'llama'"
-        )
+        raise ConfigError(f"{source}: metadata field 'general.architecture' is {architecture!r}, expected 'llama'")
     if file.field("split.count", int, 1) > 1:
-        raise ConfigError(
-            f"{source}: one of several files of a split model ('split.count'); merge them first"
-        )
+        raise ConfigError(f"{source}: one of several files of a split model ('split.count'); merge them first")
     if scaled := [name for name in _SCALED_ROTARY if name in file.tensors]:
-        raise ConfigError(
-            f"{source}: tensor {scaled[0]!r} rescales the rotary embedding, which is not implemented"
-        )
+        raise ConfigError(f"{source}: tensor {scaled[0]!r} rescales the rotary embedding, which is not implemented")
 
     used: set[str] = set()
 
@@ -163,9 +151,7 @@ def llama_config_from_gguf(file: GgufFile) -> LlamaConfig:
         used.add(name)
         value: int = file.field(f"llama.{name}", int, default)
         if value <= 0:
-            raise ConfigError(
-                f"{source}: metadata field 'llama.{name}' is {value}, expected a positive whole number"
-            )
+            raise ConfigError(f"{source}: metadata field 'llama.{name}' is {value}, expected a positive whole number")
         return value
 
     def number(name: str, default: float | None = None) -> float:
@@ -173,9 +159,7 @@ def llama_config_from_gguf(file: GgufFile) -> LlamaConfig:
         # The file holds float32: the shortest decimal that names the same float32 is what the config said.
         value = float(str(np.float32(file.field(f"llama.{name}", float, default))))
         if not 0 < value < float("inf"):
-            raise ConfigError(
-                f"{source}: metadata field 'llama.{name}' is {value}, expected a positive number"
-            )
+            raise ConfigError(f"{source}: metadata field 'llama.{name}' is {value}, expected a positive number")
         return value
 
     hidden_size, num_heads = size("embedding_length"), size("attention.head_count")
@@ -194,8 +178,7 @@ def llama_config_from_gguf(file: GgufFile) -> LlamaConfig:
     for name in ("attention.value_length", "rope.dimension_count"):
         if size(name, head_dim) != head_dim:
             raise ConfigError(
-                f"{source}: metadata field 'llama.{name}' is {size(name)}, "
-                f"only the head size {head_dim} is implemented"
+                f"{source}: metadata field 'llama.{name}' is {size(name)}, only the head size {head_dim} is implemented"
             )
     if head_dim % 2:
         raise ConfigError(f"{source}: head size {head_dim}: rotary embedding needs an even number")
@@ -224,8 +207,7 @@ def _vocab_size(file: GgufFile, size: Any) -> int:
     rows = file.tensors[embedding].shape[0]
     if size("vocab_size", rows) != rows:
         raise ConfigError(
-            f"{file.source}: metadata field 'llama.vocab_size' is {size('vocab_size')}, "
-            f"but {embedding} has {rows} rows"
+            f"{file.source}: metadata field 'llama.vocab_size' is {size('vocab_size')}, but {embedding} has {rows} rows"
         )
     return rows
 
@@ -237,9 +219,7 @@ def _check_whitelist(file: GgufFile, used: set[str]) -> None:
             continue
         value = file.field(field, object)
         if name not in _HARMLESS_METADATA:
-            raise ConfigError(
-                f"{file.source}: metadata field {field!r} = {_short(value)} is not known to this port"
-            )
+            raise ConfigError(f"{file.source}: metadata field {field!r} = {_short(value)} is not known to this port")
         allowed = _HARMLESS_METADATA[name]
         if allowed is not None and value != allowed:
             raise ConfigError(

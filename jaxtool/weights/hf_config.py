@@ -246,9 +246,7 @@ def _rope_theta(config: Mapping[str, Any], source: str) -> float:
         for key, setting in value.items():
             if key in ("rope_type", "type"):
                 if setting != "default":
-                    raise ConfigError(
-                        f"{source}: field '{field}.{key}' is {setting!r}, only 'default' is implemented"
-                    )
+                    raise ConfigError(f"{source}: field '{field}.{key}' is {setting!r}, only 'default' is implemented")
             elif key == "rope_theta":
                 found[f"{field}.rope_theta"] = _positive_float(value, key, f"{source}: in {field!r}")
             elif key != "partial_rotary_factor" or setting != 1:

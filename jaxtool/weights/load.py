@@ -52,9 +52,7 @@ def resolve_model(source: str | Path) -> Path:
         raise FileNotFoundError(f"{source}: no such folder or .gguf file, and not a hub id owner/name")
     try:
         # Top level only: repositories keep copies in other formats in subfolders.
-        folder = huggingface_hub.snapshot_download(
-            source, allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"]
-        )
+        folder = huggingface_hub.snapshot_download(source, allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"])
     except (
         HfHubHTTPError,
         HFValidationError,
@@ -63,8 +61,7 @@ def resolve_model(source: str | Path) -> Path:
         OSError,
     ) as error:
         raise FileNotFoundError(
-            f"{source}: no such local folder, and neither fetched from the Hugging Face hub nor in its "
-            f"cache: {error}"
+            f"{source}: no such local folder, and neither fetched from the Hugging Face hub nor in its cache: {error}"
         ) from error
     return Path(folder)
 
@@ -113,9 +110,7 @@ def read_weights(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct])
     return {planned.rule.path: read_parameter(files, planned) for planned in plan.parameters}
 
 
-def _open_and_plan(
-    path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[TensorFiles, WeightPlan]:
+def _open_and_plan(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[TensorFiles, WeightPlan]:
     files: SafetensorsFolder | GgufFile
     if path.is_dir():
         config, files = read_config(path), SafetensorsFolder(path)

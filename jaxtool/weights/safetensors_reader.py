@@ -45,9 +45,7 @@ class SafetensorsFolder:
                 )
             for name in sorted(held):
                 part = handle.get_slice(name)
-                self.tensors[name] = FileTensor(
-                    shape=tuple(part.get_shape()), dtype=part.get_dtype(), file=file
-                )
+                self.tensors[name] = FileTensor(shape=tuple(part.get_shape()), dtype=part.get_dtype(), file=file)
 
     def name_of(self, rule: TensorRule) -> str:
         return rule.hf
@@ -85,8 +83,7 @@ def _listed_tensors(folder: Path) -> dict[Path, set[str] | None]:
     listed = _read_index(index)
     if single.is_file() and single not in listed:
         raise WeightsError(
-            f"{folder}: both {SINGLE_FILE} and an {INDEX_FILE} that doesn't list it; "
-            "remove the one that isn't meant"
+            f"{folder}: both {SINGLE_FILE} and an {INDEX_FILE} that doesn't list it; remove the one that isn't meant"
         )
     return {file: names for file, names in listed.items()}
 
@@ -111,20 +108,14 @@ def _read_index(index: Path) -> dict[Path, set[str]]:
     content = read_json_object(index)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise WeightsError(
-            f"{index}: field 'weight_map' is {type(weight_map).__name__}, expected a non-empty object"
-        )
+        raise WeightsError(f"{index}: field 'weight_map' is {type(weight_map).__name__}, expected a non-empty object")
     listed: dict[Path, set[str]] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise WeightsError(
-                f"{index}: weight_map[{name!r}] is {file!r}, expected the name of a .safetensors file"
-            )
+            raise WeightsError(f"{index}: weight_map[{name!r}] is {file!r}, expected the name of a .safetensors file")
         parts = PurePosixPath(file).parts
         if file.startswith("/") or ".." in parts or "\\" in file or ":" in file:
-            raise WeightsError(
-                f"{index}: weight_map[{name!r}] is {file!r}, which lies outside the model folder"
-            )
+            raise WeightsError(f"{index}: weight_map[{name!r}] is {file!r}, which lies outside the model folder")
         listed.setdefault(index.parent / file, set()).add(name)
     return listed
 

@@ -60,9 +60,7 @@ EMBEDDING = TensorRule(
     axes=((0,), (1,)),
     vocabulary=True,
 )
-HEAD = TensorRule(
-    path="head_vd", hf="lm_head.weight", gguf="output.weight", axes=((0,), (1,)), vocabulary=True
-)
+HEAD = TensorRule(path="head_vd", hf="lm_head.weight", gguf="output.weight", axes=((0,), (1,)), vocabulary=True)
 
 LLAMA_TENSORS: tuple[TensorRule, ...] = (
     EMBEDDING,
@@ -226,17 +224,13 @@ def plan_tensors(
         expected |= dict.fromkeys(names, shape)
         parameters.append(PlannedParameter(rule=rule, leaf=leaf, names=names))
         if rule.vocabulary and leaf.shape[0] > vocab_size:
-            notes.append(
-                f"{path}: {leaf.shape[0] - vocab_size} rows behind the {vocab_size} text rows are zero"
-            )
+            notes.append(f"{path}: {leaf.shape[0] - vocab_size} rows behind the {vocab_size} text rows are zero")
 
     surplus = files.tensors.keys() - expected.keys()
     harmless = sorted(name for name in surplus if HARMLESS_TENSORS.fullmatch(name))
     surplus -= set(harmless)
     if harmless:
-        notes.append(
-            f"{files.source}: {len(harmless)} tensors of rotary frequencies not read: {_listed(harmless)}"
-        )
+        notes.append(f"{files.source}: {len(harmless)} tensors of rotary frequencies not read: {_listed(harmless)}")
     repeated_head = files.name_of(HEAD)
     if tied and repeated_head in surplus:
         surplus.remove(repeated_head)
@@ -269,15 +263,11 @@ def _check_tree(
             )
 
 
-def _file_shape(
-    rule: TensorRule, leaf: jax.ShapeDtypeStruct, vocab_size: int, source: Path
-) -> tuple[int, ...]:
+def _file_shape(rule: TensorRule, leaf: jax.ShapeDtypeStruct, vocab_size: int, source: Path) -> tuple[int, ...]:
     shape = tuple(leaf.shape[1:] if rule.stacked else leaf.shape)
     if rule.vocabulary:
         if shape[0] < vocab_size:
-            raise WeightsError(
-                f"{source}: parameter {rule.path} has {shape[0]} rows, the vocabulary {vocab_size}"
-            )
+            raise WeightsError(f"{source}: parameter {rule.path} has {shape[0]} rows, the vocabulary {vocab_size}")
         shape = (vocab_size, *shape[1:])
     return tuple(math.prod(shape[axis] for axis in axes) for axes in rule.axes)
 
@@ -299,8 +289,7 @@ def _check_tensors(files: TensorFiles, expected: Mapping[str, tuple[int, ...]], 
     report(
         "wrong shape",
         [
-            f"{name}: expected {list(expected[name])}, found {list(found[name].shape)} "
-            f"in {found[name].file.name}"
+            f"{name}: expected {list(expected[name])}, found {list(found[name].shape)} in {found[name].file.name}"
             for name in shared
             if found[name].shape != expected[name]
         ],

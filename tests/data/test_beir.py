@@ -138,9 +138,7 @@ plain_names = st.text(st.characters(exclude_characters=",:", exclude_categories=
     parameters,
     st.text(),
 )
-def test_any_description_and_parameters_are_found_again(
-    tool, api, description, required, optional, schema
-) -> None:
+def test_any_description_and_parameters_are_found_again(tool, api, description, required, optional, schema) -> None:
     fields = parse_toollens(toollens(tool, api, description, required, optional, schema))
     assert fields == {
         "category": "Food",

@@ -13,9 +13,7 @@ def function(name: str, description: str = "does it") -> dict[str, object]:
     return {"name": name, "description": description, "parameters": {"type": "dict", "properties": {}}}
 
 
-def row(
-    question_id: str, text: str, *functions: dict[str, object], before: tuple[str, ...] = ()
-) -> dict[str, object]:
+def row(question_id: str, text: str, *functions: dict[str, object], before: tuple[str, ...] = ()) -> dict[str, object]:
     messages = [{"role": role, "content": f"earlier {role}"} for role in before]
     messages.append({"role": "user", "content": text})
     return {"id": question_id, "question": [messages], "function": list(functions)}
@@ -76,9 +74,7 @@ def test_functions_queries_and_notes(tmp_path: Path) -> None:
     assert "6 rows of 3 files read: 5 with an answer, 1 without" in notes
     assert "BFCL_v4_irrelevance.json 1" in notes
     assert "1 answered row with a system prompt" in notes
-    assert (
-        "5 answered rows make 3 queries of different text: 2 texts in 4 rows merged, 1 of them with" in notes
-    )
+    assert "5 answered rows make 3 queries of different text: 2 texts in 4 rows merged, 1 of them with" in notes
 
 
 def test_the_split_is_a_function_of_the_seed(tmp_path: Path) -> None:
@@ -135,9 +131,7 @@ def test_bad_rows_are_told_with_their_line(tmp_path: Path, bad: dict[str, object
     ],
 )
 def test_bad_answers_are_told(tmp_path: Path, bad: dict[str, object], problem: str) -> None:
-    write(
-        tmp_path / "BFCL_v4_multiple.json", [row("q0", "one", function("a")), row("q1", "two", function("a"))]
-    )
+    write(tmp_path / "BFCL_v4_multiple.json", [row("q0", "one", function("a")), row("q1", "two", function("a"))])
     write(tmp_path / "possible_answer" / "BFCL_v4_multiple.json", [answer("q0", "a"), bad])
     with pytest.raises(QuerySetError) as caught:
         load_bfcl(tmp_path)

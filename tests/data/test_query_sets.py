@@ -21,9 +21,7 @@ from jaxtool.tools import Tool, ToolCatalog
 
 def make(labels: list[set[int]], sources: str = "ab") -> list[LabelledQuery]:
     return [
-        LabelledQuery(
-            query_id=f"q{i}", text=f"text {i}", tools=tuple(sorted(t)), source=sources[i % len(sources)]
-        )
+        LabelledQuery(query_id=f"q{i}", text=f"text {i}", tools=tuple(sorted(t)), source=sources[i % len(sources)])
         for i, t in enumerate(labels)
     ]
 

@@ -11,9 +11,7 @@ from jaxtool.tools import Tool, ToolCatalog, ToolDocument
 
 
 def catalog(*texts):
-    return ToolCatalog(
-        [Tool(name=f"{number}", description=text, parameters={}) for number, text in enumerate(texts)]
-    )
+    return ToolCatalog([Tool(name=f"{number}", description=text, parameters={}) for number, text in enumerate(texts)])
 
 
 @pytest.mark.parametrize(
@@ -39,9 +37,7 @@ def test_text_of_a_tool_holds_every_described_part():
             "description": {"type": "string"},
             "legs": {
                 "type": "array",
-                "items": {
-                    "anyOf": [{"properties": {"airline": {"description": "Carrier code"}}}, {"type": "null"}]
-                },
+                "items": {"anyOf": [{"properties": {"airline": {"description": "Carrier code"}}}, {"type": "null"}]},
             },
         },
         "$defs": {"extra": {"description": "Shared shape"}},

@@ -46,9 +46,7 @@ def test_single_gold_tool_has_closed_forms():
 def test_invalid_entry_uses_up_a_rank_only_in_the_standard_metrics():
     scores = score([A, X, B], [B], invalid=[0], ks=(1, 2, 3))
     assert [scores[f"ndcg@{k}"] for k in (1, 2, 3)] == pytest.approx([0.0, 0.0, 0.5])
-    assert [scores[f"official_ndcg@{k}"] for k in (1, 2, 3)] == pytest.approx(
-        [0.0, 1 / math.log2(3), 1 / math.log2(3)]
-    )
+    assert [scores[f"official_ndcg@{k}"] for k in (1, 2, 3)] == pytest.approx([0.0, 1 / math.log2(3), 1 / math.log2(3)])
     assert scores["mrr"] == pytest.approx(1 / 3)
 
 
@@ -60,9 +58,7 @@ def test_repeated_tool_counts_first_in_standard_and_last_in_official():
     scores = score([A, X, A], [A], ks=(1, 2, 3))
     assert [scores[f"ndcg@{k}"] for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
     # The official list is x, a.
-    assert [scores[f"official_ndcg@{k}"] for k in (1, 2, 3)] == pytest.approx(
-        [0.0, 1 / math.log2(3), 1 / math.log2(3)]
-    )
+    assert [scores[f"official_ndcg@{k}"] for k in (1, 2, 3)] == pytest.approx([0.0, 1 / math.log2(3), 1 / math.log2(3)])
     assert [scores[f"recall@{k}"] for k in (1, 2, 3)] == [1.0, 1.0, 1.0]
 
 
@@ -180,16 +176,12 @@ def test_equals_a_slow_reading_of_the_definitions(case):
                 seen.add(tool)
         for k in ks:
             found = {tool for tool, usable in zip(ranking[:k], ok[:k], strict=True) if usable} & wanted
-            assert scores.per_query[f"ndcg@{k}"][row] == pytest.approx(
-                slow_ndcg(gains, [1.0] * len(wanted), k)
-            )
+            assert scores.per_query[f"ndcg@{k}"][row] == pytest.approx(slow_ndcg(gains, [1.0] * len(wanted), k))
             assert scores.per_query[f"recall@{k}"][row] == pytest.approx(len(found) / len(wanted))
             assert scores.per_query[f"comp@{k}"][row] == (found == wanted)
             official = slow_official(ranking, ok, wanted, returned, k, tool_count)
             assert scores.per_query[f"official_ndcg@{k}"][row] == pytest.approx(official)
-        assert scores.per_query["mrr"][row] == pytest.approx(
-            1 / (gains.index(1.0) + 1) if any(gains) else 0.0
-        )
+        assert scores.per_query["mrr"][row] == pytest.approx(1 / (gains.index(1.0) + 1) if any(gains) else 0.0)
 
 
 @given(rankings())

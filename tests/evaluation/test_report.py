@@ -85,9 +85,7 @@ def test_page_shows_everything_and_embeds_the_plot():
         assert part in text
     assert text.count("✓ gold") == 1
     sources = [value for name, value in reader.attributes if name == "src"]
-    assert [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources] == [
-        b"PNG bytes"
-    ]
+    assert [base64.b64decode(source.removeprefix("data:image/png;base64,")) for source in sources] == [b"PNG bytes"]
 
 
 def test_page_loads_nothing_and_runs_nothing():
@@ -162,9 +160,7 @@ def test_failed_write_leaves_the_old_report(tmp_path):
 
 def test_plot_is_a_png_that_grows_with_its_content():
     plain = plot_results([result()])
-    curves = plot_results(
-        [result()], metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"event": "saved"}]
-    )
+    curves = plot_results([result()], metrics=[{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"event": "saved"}])
     two_groups = plot_results([result(), result(group="new tools")])
     shapes = [imread(io.BytesIO(png)).shape for png in (plain, curves, two_groups)]
     assert shapes[1][0] > shapes[0][0] and shapes[1][1] == shapes[0][1]

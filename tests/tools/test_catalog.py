@@ -27,9 +27,7 @@ HOSTILE = [
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text
-schemas = st.dictionaries(
-    text, st.recursive(scalars, lambda x: st.lists(x) | st.dictionaries(text, x)), max_size=3
-)
+schemas = st.dictionaries(text, st.recursive(scalars, lambda x: st.lists(x) | st.dictionaries(text, x)), max_size=3)
 documents = st.builds(ToolDocument, description=text, parameters=schemas, source=text)
 tools = st.builds(
     Tool,
@@ -64,9 +62,7 @@ def test_ids_are_positions_and_names_are_exact(tmp_path: Path) -> None:
     assert [loaded.index(name) for name in HOSTILE] == list(range(len(HOSTILE)))
     assert [tool.name for tool in loaded] == HOSTILE
     assert "led" not in loaded
-    with pytest.raises(
-        CatalogError, match="no tool named 'Led' among 11; did you mean ' led', 'led ', 'LED '"
-    ):
+    with pytest.raises(CatalogError, match="no tool named 'Led' among 11; did you mean ' led', 'led ', 'LED '"):
         loaded.index("Led")
 
 
@@ -124,9 +120,7 @@ def test_merging_keeps_different_documents_and_counts_the_same_ones() -> None:
 
 def saved(tmp_path: Path) -> tuple[Path, list[str]]:
     path = tmp_path / "c.jsonl"
-    ToolCatalog([Tool(name=n, description=n.upper(), parameters={"type": "object"}) for n in "abc"]).save(
-        path
-    )
+    ToolCatalog([Tool(name=n, description=n.upper(), parameters={"type": "object"}) for n in "abc"]).save(path)
     return path, path.read_text().splitlines(keepends=True)
 
 
@@ -167,9 +161,7 @@ def test_a_damaged_file_is_noticed(tmp_path: Path, change, message: str) -> None
         ToolCatalog.load(path)
 
 
-@pytest.mark.parametrize(
-    "parameters", [{"a": float("nan")}, {"a": {1}}, {1: "a"}, {"a": ("b",)}, {"a": "\ud800"}]
-)
+@pytest.mark.parametrize("parameters", [{"a": float("nan")}, {"a": {1}}, {1: "a"}, {"a": ("b",)}, {"a": "\ud800"}])
 def test_what_json_cannot_carry_is_refused_and_the_old_file_stays(tmp_path: Path, parameters) -> None:
     path, lines = saved(tmp_path)
     with pytest.raises(CatalogError, match="tool 't'"):

@@ -19,9 +19,7 @@ TOOLBENCH = {
             "name": "usa",
             "description": None,
             "method": "GET",
-            "required_parameters": [
-                {"name": "state", "type": "STRING", "description": "Code", "default": "WA"}
-            ],
+            "required_parameters": [{"name": "state", "type": "STRING", "description": "Code", "default": "WA"}],
             "optional_parameters": [],
         },
         {"name": "x&&y", "description": "Two"},
@@ -65,8 +63,7 @@ def test_what_a_tool_does_not_carry_is_counted(tmp_path: Path) -> None:
     wrapped = {"type": "function", "cache": 1, "function": {"name": "a", "strict": True, "parameters": None}}
     catalog = read_catalog(write(tmp_path / "f", wrapped, {"name": "b", "strict": False}))
     assert catalog.notes == (
-        "fields that a tool does not carry, with the number of records: "
-        "cache (1), function.strict (1), strict (1)",
+        "fields that a tool does not carry, with the number of records: cache (1), function.strict (1), strict (1)",
     )
 
 

@@ -27,9 +27,7 @@ WriteGguf = Callable[..., Path]
 Q = gguf.GGMLQuantizationType
 
 
-def test_config_equals_the_one_of_the_hugging_face_folder(
-    write_gguf: WriteGguf, hf_config: dict[str, Any]
-) -> None:
+def test_config_equals_the_one_of_the_hugging_face_folder(write_gguf: WriteGguf, hf_config: dict[str, Any]) -> None:
     assert read_config(write_gguf()) == llama_config_from_hf(hf_config, "config.json")
 
 
@@ -78,9 +76,7 @@ def test_weights(
         np.testing.assert_allclose(found[path], value, rtol=0, atol=bound, err_msg=path)
 
 
-def test_rows_are_unpermuted_exactly(
-    write_gguf: WriteGguf, hf_tensors: dict[str, np.ndarray], abstract: Any
-) -> None:
+def test_rows_are_unpermuted_exactly(write_gguf: WriteGguf, hf_tensors: dict[str, np.ndarray], abstract: Any) -> None:
     """Quantising goes row by row, so quantised rows in Hugging Face order are the exact truth."""
     found = read_weights(write_gguf(dtype=Q.Q4_0), abstract)
     for path, name, heads in (("blocks.query_dnh", "q", 4), ("blocks.key_dkh", "k", 2)):

@@ -72,9 +72,7 @@ def assert_equal(found: dict[str, jax.Array], expected: Arrays) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model_folder", "sharded_folder"])
-def test_on_one_device(
-    kind: str, request: pytest.FixtureRequest, abstract: Abstract, expected: Arrays
-) -> None:
+def test_on_one_device(kind: str, request: pytest.FixtureRequest, abstract: Abstract, expected: Arrays) -> None:
     assert_equal(read_weights(request.getfixturevalue(kind), abstract), expected)
 
 
@@ -157,9 +155,7 @@ def test_rows_for_tools_are_zero(
             assert not rows_vd[272:].any()
 
 
-def test_one_device_may_hold_nothing_but_added_rows(
-    model_folder: Path, abstract: Abstract, expected: Arrays
-) -> None:
+def test_one_device_may_hold_nothing_but_added_rows(model_folder: Path, abstract: Abstract, expected: Arrays) -> None:
     mesh = jax.make_mesh((8,), ("model",))
     sharding = NamedSharding(mesh, P("model", None))
     abstract["embedding_vd"] = jax.ShapeDtypeStruct((1024, 64), jnp.float32, sharding=sharding)
@@ -201,9 +197,7 @@ def test_missing_surplus_and_misshapen_are_told_at_once(
         assert words in str(error.value)
 
 
-def test_long_lists_are_cut_with_their_number(
-    model_folder: Path, hf_tensors: Arrays, abstract: Abstract
-) -> None:
+def test_long_lists_are_cut_with_their_number(model_folder: Path, hf_tensors: Arrays, abstract: Abstract) -> None:
     rewrite(model_folder, hf_tensors | {f"bias.{i:02}": np.zeros(1, np.float32) for i in range(25)})
     with pytest.raises(
         WeightsError, match=r"surplus \(25\): bias\.00 .*bias\.19 \[1\] in model\.safetensors and 5 more$"
@@ -217,16 +211,10 @@ def test_model_with_other_parameters(model_folder: Path, abstract: Abstract) -> 
         read_weights(model_folder, abstract)
 
 
-@pytest.mark.parametrize(
-    "leaf", [jax.ShapeDtypeStruct((64, 1), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)]
-)
-def test_parameter_that_no_tensor_can_fill(
-    model_folder: Path, abstract: Abstract, leaf: jax.ShapeDtypeStruct
-) -> None:
+@pytest.mark.parametrize("leaf", [jax.ShapeDtypeStruct((64, 1), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)])
+def test_parameter_that_no_tensor_can_fill(model_folder: Path, abstract: Abstract, leaf: jax.ShapeDtypeStruct) -> None:
     abstract["final_norm_d"] = leaf
-    with pytest.raises(
-        WeightsError, match=r"parameter final_norm_d is .*expected 1 axes of a floating dtype"
-    ):
+    with pytest.raises(WeightsError, match=r"parameter final_norm_d is .*expected 1 axes of a floating dtype"):
         read_weights(model_folder, abstract)
 
 
@@ -235,9 +223,7 @@ class TestTied:
     def tied_abstract(self, abstract: Abstract) -> None:
         del abstract["head_vd"]
 
-    def test_without_head(
-        self, model_folder: Path, hf_tensors: Arrays, abstract: Abstract, expected: Arrays
-    ) -> None:
+    def test_without_head(self, model_folder: Path, hf_tensors: Arrays, abstract: Abstract, expected: Arrays) -> None:
         del hf_tensors["lm_head.weight"], expected["head_vd"]
         rewrite(model_folder, hf_tensors, tie_word_embeddings=True)
         assert_equal(read_weights(model_folder, abstract), expected)
@@ -250,13 +236,10 @@ class TestTied:
         rewrite(model_folder, hf_tensors, tie_word_embeddings=True)
         assert_equal(read_weights(model_folder, abstract), expected)
         assert any(
-            "lm_head.weight repeats the tied embedding" in note
-            for note in plan_weights(model_folder, abstract).notes
+            "lm_head.weight repeats the tied embedding" in note for note in plan_weights(model_folder, abstract).notes
         )
 
-    def test_head_that_differs_in_one_value(
-        self, model_folder: Path, hf_tensors: Arrays, abstract: Abstract
-    ) -> None:
+    def test_head_that_differs_in_one_value(self, model_folder: Path, hf_tensors: Arrays, abstract: Abstract) -> None:
         hf_tensors["lm_head.weight"] = hf_tensors["model.embed_tokens.weight"].copy()
         hf_tensors["lm_head.weight"][271, 63] += 1e-3
         rewrite(model_folder, hf_tensors, tie_word_embeddings=True)
@@ -282,9 +265,7 @@ def test_untied_without_head(model_folder: Path, hf_tensors: Arrays, abstract: A
 def test_rotary_frequencies_of_old_checkpoints(
     model_folder: Path, hf_tensors: Arrays, abstract: Abstract, expected: Arrays
 ) -> None:
-    old = {
-        f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for layer in range(3)
-    }
+    old = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32) for layer in range(3)}
     rewrite(model_folder, hf_tensors | old)
     assert_equal(read_weights(model_folder, abstract), expected)
     (note,) = plan_weights(model_folder, abstract).notes
@@ -362,9 +343,7 @@ def test_against_a_checkpoint_of_transformers(tmp_path: Path) -> None:
             ("blocks.gate_df", layer.mlp.gate_proj, "d,df->f"),
             ("blocks.up_df", layer.mlp.up_proj, "d,df->f"),
         ):
-            np.testing.assert_allclose(
-                np.einsum(product, x, ours[path][1]).ravel(), module(x_d).numpy(), atol=1e-12
-            )
+            np.testing.assert_allclose(np.einsum(product, x, ours[path][1]).ravel(), module(x_d).numpy(), atol=1e-12)
         z_nh = torch.randn(64, dtype=torch.float64)
         np.testing.assert_allclose(
             np.einsum("nh,nhd->d", z_nh.numpy().reshape(4, 16), ours["blocks.output_nhd"][1]),
@@ -388,9 +367,7 @@ class TestResolveModel:
         with pytest.raises(ValueError, match=r"expected a model folder, a \.gguf file or a hub id"):
             resolve_model(str(model_folder / "config.json"))
 
-    @pytest.mark.parametrize(
-        "source", ["none", "/no/such/folder", "a/b/c", "../x/y", "dir/model.gguf", "", "~/x"]
-    )
+    @pytest.mark.parametrize("source", ["none", "/no/such/folder", "a/b/c", "../x/y", "dir/model.gguf", "", "~/x"])
     def test_nothing_there(self, source: str) -> None:
         with pytest.raises(FileNotFoundError, match=r"no such folder or \.gguf file, and not a hub id"):
             resolve_model(source)
@@ -400,9 +377,7 @@ class TestResolveModel:
             resolve_model(tmp_path / "none")
 
     def test_offline(self) -> None:
-        with pytest.raises(
-            FileNotFoundError, match=r"nobody/nothing: no such local folder, and neither fetched"
-        ):
+        with pytest.raises(FileNotFoundError, match=r"nobody/nothing: no such local folder, and neither fetched"):
             resolve_model("nobody/nothing")
 
     def test_hub_id(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

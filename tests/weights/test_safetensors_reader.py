@@ -22,9 +22,7 @@ def edit_index(folder: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["model_folder", "sharded_folder"])
-def test_reads_every_tensor(
-    kind: str, request: pytest.FixtureRequest, hf_tensors: dict[str, np.ndarray]
-) -> None:
+def test_reads_every_tensor(kind: str, request: pytest.FixtureRequest, hf_tensors: dict[str, np.ndarray]) -> None:
     folder = SafetensorsFolder(request.getfixturevalue(kind))
     assert folder.tensors.keys() == hf_tensors.keys()
     for name, value in hf_tensors.items():
@@ -36,9 +34,7 @@ def test_reads_every_tensor(
 
 def test_half_precision(tmp_path: Path) -> None:
     value = np.linspace(-3, 3, 24, dtype=np.float32).reshape(4, 6)
-    save_file(
-        {"b": value.astype(ml_dtypes.bfloat16), "h": value.astype(np.float16)}, tmp_path / "model.safetensors"
-    )
+    save_file({"b": value.astype(ml_dtypes.bfloat16), "h": value.astype(np.float16)}, tmp_path / "model.safetensors")
     folder = SafetensorsFolder(tmp_path)
     part = (slice(1, 3), slice(2, 5))
     assert folder.tensors["b"].dtype == "BF16"
@@ -114,9 +110,7 @@ def test_index_lists_what_the_shard_lacks(sharded_folder: Path) -> None:
 
 def test_shard_holds_what_the_index_lacks(sharded_folder: Path) -> None:
     edit_index(sharded_folder, lambda index: index["weight_map"].pop("lm_head.weight"))
-    with pytest.raises(
-        WeightsError, match=r"listed but not there none; there but not listed lm_head\.weight"
-    ):
+    with pytest.raises(WeightsError, match=r"listed but not there none; there but not listed lm_head\.weight"):
         SafetensorsFolder(sharded_folder)
 
 

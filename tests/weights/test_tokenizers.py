@@ -33,9 +33,7 @@ def encode_slowly(text: str, merges: list[str], ids: dict[str, int], digits: boo
         for word in GPT2_WORDS.findall(chunk):
             parts = [symbols[byte] for byte in word.encode()]
             while True:
-                pairs = [
-                    (ranks[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in ranks
-                ]
+                pairs = [(ranks[pair], i) for i, pair in enumerate(itertools.pairwise(parts)) if pair in ranks]
                 if not pairs:
                     break
                 _, i = min(pairs)
@@ -90,9 +88,7 @@ def test_special_tokens(tokenizer: Any) -> None:
 
 
 def test_untrusted_text_cannot_make_a_special_token(tokenizer: Any) -> None:
-    assert not {0, 1, 2} & set(
-        tokenizer.encode("<|im_start|> <|im_end|> <|endoftext|>", split_special_tokens=True)
-    )
+    assert not {0, 1, 2} & set(tokenizer.encode("<|im_start|> <|im_end|> <|endoftext|>", split_special_tokens=True))
 
 
 def test_chat_template(tokenizer: Any) -> None:
@@ -138,9 +134,7 @@ def test_added_ends(write_gguf: WriteGguf, bos: bool | None, eos: bool | None) -
         ),
     ],
 )
-def test_refused_metadata(
-    write_gguf: WriteGguf, metadata: dict[str, Any], error: type[Exception], words: str
-) -> None:
+def test_refused_metadata(write_gguf: WriteGguf, metadata: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=rf"tiny\.gguf: .*{words}"):
         load_tokenizer(write_gguf(metadata=metadata))
 
@@ -193,13 +187,9 @@ def test_folder_and_gguf_agree(tokenizer_folder: Path, tokenizer: Any) -> None:
     check()
 
 
-def test_llama_folder_without_the_split(
-    tokenizer_folder: Path, vocabulary: list[str], merges: list[str]
-) -> None:
+def test_llama_folder_without_the_split(tokenizer_folder: Path, vocabulary: list[str], merges: list[str]) -> None:
     (tokenizer_folder / "tokenizer.json").unlink()
-    (tokenizer_folder / "vocab.json").write_text(
-        json.dumps({token: row for row, token in enumerate(vocabulary)})
-    )
+    (tokenizer_folder / "vocab.json").write_text(json.dumps({token: row for row, token in enumerate(vocabulary)}))
     (tokenizer_folder / "merges.txt").write_text("\n".join(merges))
     with pytest.raises(TokenizerError, match=r"needs a tokenizer\.json"):
         load_tokenizer(tokenizer_folder)

@@ -1,0 +1,28 @@
+"""Configuration dataclasses and the command line that fills them."""
+
+from jaxtool.config.command_line import parse_run, run_parser, run_script, to_yaml
+from jaxtool.config.run_config import (
+    CheckpointConfig,
+    DataConfig,
+    EvaluationConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    StageConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "StageConfig",
+    "parse_run",
+    "run_parser",
+    "run_script",
+    "to_yaml",
+]

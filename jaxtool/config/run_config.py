@@ -1,0 +1,221 @@
+"""One run as one tree of frozen dataclasses; `configs/*.yaml` map onto it field by field.
+
+Defaults are those of the ToolGen paper where it names them. Values are checked here; reading YAML and the command line
+is in `command_line`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Number of devices on each mesh axis.
+
+    Attributes:
+        data: replicas of the model; -1 takes all devices that the other axes leave.
+        fsdp: parts that parameters, optimiser state and batch are cut into.
+        model: parts that attention heads, MLP width and vocabulary are cut into.
+    """
+
+    data: int = -1
+    fsdp: int = 1
+    model: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Where the pretrained model comes from and how it computes.
+
+    Attributes:
+        source: folder in Hugging Face format, GGUF file, hub id (owner/name), or "smollm2" for the embedded default.
+        param_dtype: dtype of parameters and optimiser state (float32, bfloat16).
+        compute_dtype: dtype of activations and matrix products. Use float32 on CPU, where bfloat16 is slow.
+        remat: what the backward pass recomputes, "elementwise" (fast) or "full" (least memory).
+    """
+
+    source: str = "smollm2"
+    param_dtype: str = "float32"
+    compute_dtype: str = "float32"
+    remat: str = "elementwise"
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "compute_dtype"):
+            _one_of(f"model.{name}", getattr(self, name), ("float32", "bfloat16"))
+        _one_of("model.remat", self.remat, ("elementwise", "full"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tools and queries, and how they are rendered.
+
+    Attributes:
+        source: "bfcl" for the embedded default, or a folder in BEIR format (corpus, queries, qrels).
+        seed: decides the split of a set that comes without one.
+        system_prompt: text of the system turn; "" gives an empty one, null leaves it to the chat template.
+        max_query_tokens: longest retrieval prompt, template included; longer queries are cut at their end and counted.
+        max_document_tokens: the same for the documents of memorization.
+        max_documents: documents of a tool to memorize (0: all); a tool has several when its sources disagree.
+    """
+
+    source: str = "bfcl"
+    seed: int = 0
+    system_prompt: str | None = ""
+    max_query_tokens: int = 256
+    max_document_tokens: int = 256
+    max_documents: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("data.max_query_tokens", self.max_query_tokens, 1)
+        _at_least("data.max_document_tokens", self.max_document_tokens, 1)
+        _at_least("data.max_documents", self.max_documents, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up, cosine decay and clipping.
+
+    Attributes:
+        learning_rate: peak rate.
+        warmup_share: share of the steps in which the rate rises linearly.
+        final_share: rate at the last step as a share of the peak.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        epsilon: added to the root of the second moment.
+        weight_decay: decoupled decay of matrices; norm scales are never decayed.
+        clip_norm: largest global gradient norm.
+    """
+
+    learning_rate: float = 4e-5
+    warmup_share: float = 0.03
+    final_share: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "epsilon", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}, expected a positive number")
+        for name in ("warmup_share", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}, expected 0 <= {name} < 1")
+        if not 0 <= self.final_share <= 1:
+            raise ValueError(f"optimizer.final_share is {self.final_share}, expected 0 to 1")
+        if self.weight_decay < 0:
+            raise ValueError(f"optimizer.weight_decay is {self.weight_decay}, expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """One training stage over one kind of samples.
+
+    Attributes:
+        epochs: passes over the samples; 0 skips the stage.
+        max_samples: train on this many samples, drawn with the run's seed (0: all).
+        rows: packed rows of a batch, over all devices.
+        row_length: tokens of a row.
+        loss_chunk: supervised positions of a row whose logits exist at a time (0: all).
+        optimizer: optimiser of the stage; it starts afresh in each stage.
+    """
+
+    epochs: int = 1
+    max_samples: int = 0
+    rows: int = 8
+    row_length: int = 256
+    loss_chunk: int = 0
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("epochs", 0),
+            ("max_samples", 0),
+            ("rows", 1),
+            ("row_length", 2),
+            ("loss_chunk", 0),
+        ):
+            _at_least(f"stage.{name}", getattr(self, name), least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to write checkpoints. The end of each stage is always saved.
+
+    Attributes:
+        every_steps: steps between checkpoints (0: at the ends of stages only).
+        keep: newest checkpoints to keep.
+    """
+
+    every_steps: int = 100
+    keep: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoints.every_steps", self.every_steps, 0)
+        _at_least("checkpoints.keep", self.keep, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """Retrieval on held-out queries.
+
+    Attributes:
+        k: ranked tools per query; 5 is the largest cut of the metrics.
+        batch_size: queries in one prefill, over all devices.
+        max_queries: evaluate the first this many queries of each part (0: all).
+        examples: queries shown with their top tools.
+    """
+
+    k: int = 5
+    batch_size: int = 16
+    max_queries: int = 0
+    examples: int = 5
+
+    def __post_init__(self) -> None:
+        _at_least("evaluation.k", self.k, 5)
+        _at_least("evaluation.batch_size", self.batch_size, 1)
+        _at_least("evaluation.max_queries", self.max_queries, 0)
+        _at_least("evaluation.examples", self.examples, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: fine-tuning a model on a catalogue, and retrieval with the result.
+
+    Attributes:
+        run_dir: folder of the run; the same command resumes what is in it.
+        seed: decides sample order, packing and draws.
+        model: the pretrained model.
+        data: tools and queries.
+        mesh: devices; may differ between the runs that resume one another.
+        memorization: first stage, document to tool.
+        retrieval: second stage, query to tools.
+        checkpoints: when to save.
+        evaluation: what `infer/retrieve.py` measures.
+    """
+
+    run_dir: str = "runs/default"
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    memorization: StageConfig = field(default_factory=StageConfig)
+    retrieval: StageConfig = field(default_factory=StageConfig)
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        if not self.run_dir.strip():
+            raise ValueError("run_dir is empty, expected a folder")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} is {value}, expected {least} or more")
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")

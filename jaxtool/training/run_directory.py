@@ -1,0 +1,199 @@
+"""The folder of a run: what it was asked to do, its checkpoints and its metrics.
+
+A run directory holds all that inference needs (model config, catalogue, tokenizer, checkpoints), so it can be copied to
+another machine. Checkpoints are orbax; everything else is JSON or YAML.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+from flax import nnx
+from jax.sharding import Mesh
+from orbax.checkpoint import v1 as ocp
+
+from jaxtool.config import RunConfig, to_yaml
+from jaxtool.models import Llama, LlamaConfig, abstract_model, parameters, with_parameters
+from jaxtool.parallel import AxisRules
+from jaxtool.tools import ToolCatalog
+from jaxtool.training.step import TrainState
+from jaxtool.weights import load_tokenizer
+
+# Fields that decide what is learned. A run can only be resumed with the same ones; the others may change.
+_IDENTITY = ("seed", "model", "data", "memorization", "retrieval")
+
+
+class RunDirectory:
+    """Reads and writes one run's folder.
+
+    Args:
+        path: the folder; made when needed. With several processes it must be on a file system that all share.
+        keep: newest checkpoints to keep.
+    """
+
+    def __init__(self, path: str | Path, *, keep: int = 1) -> None:
+        self.path = Path(path).absolute()
+        self._keep = keep
+        self._checkpointer: ocp.training.Checkpointer | None = None
+
+    # ---- what the run is -------------------------------------------------------------------------------------------
+
+    def start(self, config: RunConfig, model: LlamaConfig, catalog: ToolCatalog, tokenizer: Any) -> None:
+        """Writes the run's description, or checks that the one that is there is the same.
+
+        Raises:
+            ValueError: the folder holds a run of another configuration, model or catalogue.
+        """
+        described = self.path / "config.yaml"
+        if described.exists():
+            self._check_same(config, model, catalog)
+        if jax.process_index() == 0:
+            self.path.mkdir(parents=True, exist_ok=True)
+            catalog.save(self.path / "catalog.jsonl")
+            tokenizer.save_pretrained(self.path / "tokenizer")
+            _write(self.path / "model.json", json.dumps(dataclasses.asdict(model), indent=1))
+            _write(described, to_yaml(config))
+
+    def _check_same(self, config: RunConfig, model: LlamaConfig, catalog: ToolCatalog) -> None:
+        before = yaml.safe_load((self.path / "config.yaml").read_text())
+        now = yaml.safe_load(to_yaml(config))
+        changed = sorted(_differences({k: before.get(k) for k in _IDENTITY}, {k: now[k] for k in _IDENTITY}))
+        if changed:
+            raise ValueError(
+                f"{self.path}: holds a run with other settings: {'; '.join(changed)}. "
+                "Choose another run_dir, or delete the folder to start anew"
+            )
+        if self.catalog().fingerprint != catalog.fingerprint:
+            raise ValueError(
+                f"{self.path}: its catalogue has other tools than the data have now; choose another run_dir"
+            )
+        if self.model_config() != model:
+            raise ValueError(
+                f"{self.path}: its model has another shape than {config.model.source}; choose another run_dir"
+            )
+
+    def model_config(self) -> LlamaConfig:
+        """The config of the run's model, tool rows included."""
+        fields = json.loads(self._existing("model.json").read_text())
+        return LlamaConfig(**fields)
+
+    def catalog(self) -> ToolCatalog:
+        """The tools, in the order of their rows."""
+        return ToolCatalog.load(self._existing("catalog.jsonl"))
+
+    def tokenizer(self) -> Any:
+        """The text tokenizer."""
+        return load_tokenizer(self._existing("tokenizer"))
+
+    def _existing(self, name: str) -> Path:
+        if not (self.path / name).exists():
+            raise FileNotFoundError(f"{self.path / name} is missing: train first (train/finetune.py with this run_dir)")
+        return self.path / name
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Saves the state as checkpoint `step`; returns when it is complete.
+
+        Not in the background: the next step takes over (donates) the buffers that would still be read.
+        """
+        self._opened().save_checkpointables(
+            step, {"parameters": parameters(state.model), "optimizer": _flat(state.optimizer_state)}, force=True
+        )
+
+    def last_step(self) -> int | None:
+        """The newest complete checkpoint; None when there is none. Interrupted saves don't count."""
+        if not (self.path / "checkpoints").is_dir():
+            return None
+        latest = self._opened().latest
+        return None if latest is None else latest.step
+
+    def restore(self, step: int, abstract: TrainState) -> TrainState:
+        """The state of checkpoint `step` in the shardings of `abstract`, whatever mesh it was saved from.
+
+        `state.step` counts the steps of the stage and is the caller's to set.
+        """
+        wanted = {"parameters": parameters(abstract.model), "optimizer": _flat(abstract.optimizer_state)}
+        found = self._load(step, wanted)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(abstract.optimizer_state)
+        optimizer_state = jax.tree_util.tree_unflatten(
+            structure, [found["optimizer"][jax.tree_util.keystr(path)] for path, _ in leaves]
+        )
+        model = with_parameters(abstract.model, found["parameters"])
+        return TrainState(model=model, optimizer_state=optimizer_state, step=abstract.step)
+
+    def restore_model(self, step: int, rules: AxisRules, mesh: Mesh, config: LlamaConfig | None = None) -> Llama:
+        """The model alone of checkpoint `step`, on `mesh`."""
+        config = config or self.model_config()
+        abstract = abstract_model(lambda: Llama(config, rules, rngs=nnx.Rngs(0)), mesh)
+        return with_parameters(abstract, self._load(step, {"parameters": parameters(abstract)})["parameters"])
+
+    def _load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return self._opened().load_checkpointables(step, dict(wanted))
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(
+                f"{self.path / 'checkpoints' / str(step)}: the checkpoint can't be read ({str(error)[:300]}). "
+                "Delete this folder to fall back on an earlier one"
+            ) from error
+
+    def close(self) -> None:
+        """Waits for the last save; raises what went wrong in it."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    def _opened(self) -> ocp.training.Checkpointer:
+        if self._checkpointer is None:
+            self._checkpointer = ocp.training.Checkpointer(
+                self.path / "checkpoints",
+                preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
+                cleanup_tmp_directories=True,
+            )
+        return self._checkpointer
+
+    # ---- metrics ---------------------------------------------------------------------------------------------------
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Appends one line to `metrics.jsonl`."""
+        if jax.process_index() == 0:
+            with (self.path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All records; of a step that was done twice (after a kill) the later one, and no half-written line."""
+        path = self.path / "metrics.jsonl"
+        records: dict[Any, dict[str, Any]] = {}
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # a kill can leave half a line; its step was done again
+            records[record.get("step")] = record
+        return list(records.values())
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    """Leaves by key path: independent of the classes of the tree, which orbax would not know."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in before.keys() | now.keys():
+            yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
+    elif before != now:
+        yield f"{name} was {before!r}, is {now!r}"
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    os.replace(temporary, path)

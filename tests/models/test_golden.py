@@ -1,0 +1,21 @@
+"""The stored model of tests/data against the log-probabilities that torch gave it: parity where torch is absent."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from jaxtool.models import Llama
+
+FOLDER = Path(__file__).parents[1] / "data" / "tiny_llama"
+
+
+def test_log_probs_equal_the_stored_ones(load: Callable[..., Llama], log_probs: Callable[..., np.ndarray]) -> None:
+    with np.load(FOLDER / "golden.npz", allow_pickle=False) as golden:
+        tokens, expected = golden["tokens"], golden["log_probs"]
+    model = load(FOLDER)
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    found = log_probs(model, tokens[None])[0]
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5)
+    # The weights must matter: a uniform distribution would be within reach of a loose bound.
+    assert expected.max(axis=-1).mean() > np.log(1 / 264) + 3

@@ -1,0 +1,217 @@
+"""Fine-tunes a pretrained model so that every tool is a token: ToolGen's memorization and retrieval stages.
+
+    python train/finetune.py --config configs/quickstart.yaml
+
+The same command resumes a run that was stopped. `infer/retrieve.py` takes the same config afterwards.
+"""
+
+import dataclasses
+import functools
+import logging
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from jaxtool.config import parse_run, run_parser, run_script, to_yaml
+from jaxtool.data import ChatPrompts, PackedBatches, load_retrieval_set, smollm2
+from jaxtool.models import Llama, abstract_model, parameters, tools_config, with_name_rows, with_parameters
+from jaxtool.parallel import AxisRules, make_mesh
+from jaxtool.toolgen import memorization_samples, retrieval_samples
+from jaxtool.tools import ToolCatalog
+from jaxtool.training import RunDirectory, TrainState, initial_state, make_optimizer, make_train_step, on_mesh
+from jaxtool.weights import load_tokenizer, read_config, read_weights, resolve_model
+
+
+def main() -> None:
+    """The run, from the configuration to the last checkpoint."""
+    # ================================================================================================================
+    # Configuration
+    # ================================================================================================================
+    config, _ = parse_run(run_parser("Fine-tune a model on a tool catalogue (memorization, then retrieval training)."))
+    console = Console()
+    say = functools.partial(console.print, highlight=False, markup=False)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)], force=True
+    )
+    logging.getLogger("jaxtool").setLevel(logging.INFO)
+    say(to_yaml(config))
+
+    # ================================================================================================================
+    # Tools, queries, tokenizer
+    # ================================================================================================================
+    data = load_retrieval_set(config.data.source, seed=config.data.seed)
+    for note in data.notes:
+        say(f"data: {note}")
+    say(
+        f"data: {len(data.catalog):,} tools, {len(data.train):,} training queries, {len(data.test):,} held out "
+        f"and {len(data.test_unseen):,} held out with all queries of their tools",
+    )
+    source = smollm2() if config.model.source == "smollm2" else resolve_model(config.model.source)
+    tokenizer = load_tokenizer(source)
+
+    def prompts(max_length: int) -> ChatPrompts:
+        return ChatPrompts(tokenizer, system_prompt=config.data.system_prompt, max_length=max_length)
+
+    # ================================================================================================================
+    # Model: pretrained rows, then one row per tool from the words of its name
+    # ================================================================================================================
+    mesh = make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    base = dataclasses.replace(
+        read_config(source),
+        param_dtype=config.model.param_dtype,
+        compute_dtype=config.model.compute_dtype,
+        remat=config.model.remat,
+    )
+    if base.max_position_embeddings < config.data.max_query_tokens:
+        raise ValueError(
+            f"data.max_query_tokens {config.data.max_query_tokens} is beyond "
+            f"the model's {base.max_position_embeddings} positions"
+        )
+    sized = tools_config(base, len(data.catalog))
+    rules, dropped = AxisRules().fit(dict(mesh.shape), sized.axis_sizes)
+    for line in dropped:
+        say(f"mesh: {line}")
+
+    run = RunDirectory(config.run_dir, keep=config.checkpoints.keep)
+    run.start(config, sized, data.catalog, tokenizer)
+    resumed_from = run.last_step()
+    abstract = abstract_model(lambda: Llama(sized, rules, rngs=nnx.Rngs(0)), mesh)
+    model: Llama | None = None
+    if resumed_from is None:
+        started = time.monotonic()
+        plain = abstract_model(lambda: Llama(base, rules, rngs=nnx.Rngs(0)), mesh)
+        model = with_parameters(plain, read_weights(source, parameters(plain)))
+        names = [tokenizer(" " + tool.name_text(), add_special_tokens=False)["input_ids"] for tool in data.catalog]
+        model = with_name_rows(model, names)
+        count = sum(leaf.size for leaf in parameters(model).values())
+        say(
+            f"model: {count:,} parameters, {sized.num_tools:,} of {sized.rows:,} rows are tools, "
+            f"loaded in {time.monotonic() - started:.1f} s"
+        )
+
+    # ================================================================================================================
+    # Stages: samples, packed batches, steps. A checkpoint's number counts the steps of all stages.
+    # ================================================================================================================
+    catalog = data.catalog
+    if config.data.max_documents:
+        kept = config.data.max_documents - 1
+        catalog = ToolCatalog([dataclasses.replace(tool, documents=tool.documents[:kept]) for tool in catalog])
+        left_out = sum(len(tool.documents) for tool in data.catalog) - sum(len(tool.documents) for tool in catalog)
+        say(
+            f"memorization: {left_out:,} further documents of tools left out (data.max_documents)",
+        )
+    stages = []
+    for name, stage in (("memorization", config.memorization), ("retrieval", config.retrieval)):
+        if stage.epochs == 0:
+            say(f"{name}: skipped (epochs 0)")
+            continue
+        if name == "memorization":
+            sample_set = memorization_samples(catalog, prompts(config.data.max_document_tokens), base.vocab_size)
+        else:
+            sample_set = retrieval_samples(data.train, prompts(config.data.max_query_tokens), base.vocab_size)
+        samples = sample_set.samples
+        if 0 < stage.max_samples < len(samples):
+            chosen = np.random.default_rng(config.seed).permutation(len(samples))[: stage.max_samples]
+            samples = tuple(samples[index] for index in sorted(chosen.tolist()))
+        batches = PackedBatches(
+            samples, rows=stage.rows, row_length=stage.row_length, epochs=stage.epochs, seed=config.seed
+        )
+        stages.append((name, stage, batches))
+        say(
+            f"{name}: {len(samples):,} of {len(sample_set.samples):,} samples x {stage.epochs} epochs, "
+            f"{batches.tokens:,} tokens in {batches.steps:,} steps, rows {batches.filled:.0%} full; "
+            f"{sample_set.cut_samples:,} texts cut by {sample_set.cut_tokens:,} tokens"
+        )
+    if not stages:
+        raise ValueError("memorization.epochs and retrieval.epochs are both 0: nothing to train")
+    total_steps = sum(batches.steps for _, _, batches in stages)
+    if resumed_from is not None:
+        say(f"resuming {run.path} at step {resumed_from:,} of {total_steps:,}")
+
+    # ================================================================================================================
+    # Training
+    # ================================================================================================================
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(elapsed_when_finished=False, compact=True),
+    )
+    first = 0  # global step at which the stage begins
+    for name, stage, batches in stages:
+        begin, end = first, first + batches.steps
+        first = end
+        at = begin if resumed_from is None else resumed_from
+        if at >= end and not (at == end == total_steps):
+            continue
+        optimizer = make_optimizer(stage.optimizer, batches.steps)
+        if model is None and at > begin:
+            shape = TrainState(
+                model=abstract,
+                optimizer_state=jax.eval_shape(optimizer.init, abstract),
+                step=jnp.int32(at - begin),
+            )
+            state = run.restore(at, shape)
+        else:
+            state = initial_state(model if model is not None else run.restore_model(at, rules, mesh), optimizer)
+        model = None  # the step takes the state over
+        step_function = make_train_step(optimizer, loss_chunk=stage.loss_chunk)
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task(name, total=batches.steps, completed=at - begin, loss=float("nan"), speed=0.0)
+            clock = time.monotonic()
+            # The step whose metrics have not been read: reading them would wait for it.
+            running: tuple[int, int, dict[str, jax.Array]] | None = None
+            for step in range(at - begin, batches.steps + 1):
+                before, running = running, None
+                if step < batches.steps:
+                    batch = batches.batch(step)
+                    state, metrics = step_function(state, on_mesh(batch, mesh, rules))
+                    running = (begin + step + 1, int(np.count_nonzero(batch.segment_ids_bs)), metrics)
+                if before is not None:
+                    done, tokens, metrics = before
+                    values = {key: float(value) for key, value in metrics.items()}
+                    seconds, clock = time.monotonic() - clock, time.monotonic()
+                    if not np.isfinite(values["loss"]):
+                        raise ValueError(
+                            f"{name}: the loss of step {done} is {values['loss']}, try a lower learning_rate"
+                        )
+                    run.log(
+                        {
+                            "step": done,
+                            "stage": name,
+                            **values,
+                            "tokens": tokens,
+                            "seconds": round(seconds, 4),
+                        }
+                    )
+                    progress.update(task, completed=done - begin, loss=values["loss"], speed=tokens / seconds)
+                    if done == end:
+                        run.save(done, state)
+                every = config.checkpoints.every_steps
+                if running is not None and every and running[0] % every == 0 and running[0] != end:
+                    run.save(running[0], state)
+        model = state.model
+        del state
+    run.close()
+    say(f"finished: {run.path} at step {total_steps:,}")
+
+
+if __name__ == "__main__":
+    run_script(main)
