@@ -10,7 +10,6 @@ object a query.
 import functools
 import importlib.metadata
 import json
-import logging
 import os
 import platform
 import time
@@ -18,12 +17,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from jaxtool.config import parse_run, run_parser, run_script, to_yaml
+from jaxtool.config import open_console, parse_run, run_parser, run_script, to_yaml
 from jaxtool.data import ChatPrompts, load_retrieval_set, read_queries
 from jaxtool.evaluation import (
     BM25Ranker,
@@ -48,9 +45,8 @@ def main() -> None:
     parser.add_argument("--queries", type=str, help="text file with a query a line, or JSONL with a field `text`")
     parser.add_argument("--output", type=str, default="ranked.jsonl", help="file for the answers to --queries")
     config, options = parse_run(parser)
-    console = Console()
+    console = open_console()
     say = functools.partial(console.print, highlight=False, markup=False)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console)])
 
     # ================================================================================================================
     # The trained model

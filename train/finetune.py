@@ -7,15 +7,12 @@ The same command resumes a run that was stopped. `infer/retrieve.py` takes the s
 
 import dataclasses
 import functools
-import logging
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from jaxtool.config import parse_run, run_parser, run_script, to_yaml
+from jaxtool.config import open_console, parse_run, run_parser, run_script, to_yaml
 from jaxtool.data import ChatPrompts, PackedBatches, load_retrieval_set, smollm2
 from jaxtool.models import Llama, abstract_model, parameters, tools_config, with_name_rows, with_parameters
 from jaxtool.parallel import AxisRules, make_mesh
@@ -41,12 +38,8 @@ def main() -> None:
     # Configuration
     # ================================================================================================================
     config, _ = parse_run(run_parser("Fine-tune a model on a tool catalogue (memorization, then retrieval training)."))
-    console = Console()
+    console = open_console()
     say = functools.partial(console.print, highlight=False, markup=False)
-    logging.basicConfig(
-        level=logging.WARNING, format="%(message)s", handlers=[RichHandler(console=console, show_path=False)], force=True
-    )
-    logging.getLogger("jaxtool").setLevel(logging.INFO)
     say(to_yaml(config))
 
     # ================================================================================================================
@@ -139,6 +132,9 @@ def main() -> None:
     if not stages:
         raise ValueError("memorization.epochs and retrieval.epochs are both 0: nothing to train")
     total_steps = sum(batches.steps for _, _, batches in stages)
+    if resumed_from == total_steps:
+        say(f"{run.path} is finished: checkpoint {total_steps:,} is the last one")
+        return
     if resumed_from is not None:
         say(f"resuming {run.path} at step {resumed_from:,} of {total_steps:,}")
 
@@ -159,7 +155,7 @@ def main() -> None:
         begin, end = first, first + batches.steps
         first = end
         at = begin if resumed_from is None else resumed_from
-        if at >= end and not (at == end == total_steps):
+        if at >= end:
             continue
         optimizer = make_optimizer(stage.optimizer, batches.steps)
         if model is None and at > begin:
@@ -178,35 +174,30 @@ def main() -> None:
             clock = time.monotonic()
             # The step whose metrics have not been read: reading them would wait for it.
             running: tuple[int, int, dict[str, jax.Array]] | None = None
+            every = config.checkpoints.every_steps
             for step in range(at - begin, batches.steps + 1):
-                before, running = running, None
+                ready = [] if running is None else [running]
+                running, save = None, False
                 if step < batches.steps:
                     batch = batches.batch(step)
                     state, metrics = step_function(state, on_mesh(batch, mesh, rules))
                     running = (begin + step + 1, int(np.count_nonzero(batch.segment_ids_bs)), metrics)
-                if before is not None:
-                    done, tokens, metrics = before
+                    save = running[0] == end or (every > 0 and running[0] % every == 0)
+                    if save:  # what a checkpoint contains has been logged, so a kill loses no record
+                        ready.append(running)
+                        running = None
+                for done, tokens, metrics in ready:
                     values = {key: float(value) for key, value in metrics.items()}
                     seconds, clock = time.monotonic() - clock, time.monotonic()
                     if not np.isfinite(values["loss"]):
                         raise ValueError(
                             f"{name}: the loss of step {done} is {values['loss']}, try a lower learning_rate"
                         )
-                    run.log(
-                        {
-                            "step": done,
-                            "stage": name,
-                            **values,
-                            "tokens": tokens,
-                            "seconds": round(seconds, 4),
-                        }
-                    )
+                    run.log({"step": done, "stage": name, **values, "tokens": tokens, "seconds": round(seconds, 4)})
                     progress.update(task, completed=done - begin, loss=values["loss"], speed=tokens / seconds)
-                    if done == end:
-                        run.save(done, state)
-                every = config.checkpoints.every_steps
-                if running is not None and every and running[0] % every == 0 and running[0] != end:
-                    run.save(running[0], state)
+                if save:
+                    run.save(begin + step + 1, state)
+                    clock = time.monotonic()  # saving is not the step's time
         model = state.model
         del state
     run.close()

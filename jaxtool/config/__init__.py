@@ -1,6 +1,6 @@
 """Configuration dataclasses and the command line that fills them."""
 
-from jaxtool.config.command_line import parse_run, run_parser, run_script, to_yaml
+from jaxtool.config.command_line import open_console, parse_run, run_parser, run_script, to_yaml
 from jaxtool.config.run_config import (
     CheckpointConfig,
     DataConfig,
@@ -21,6 +21,7 @@ __all__ = [
     "OptimizerConfig",
     "RunConfig",
     "StageConfig",
+    "open_console",
     "parse_run",
     "run_parser",
     "run_script",

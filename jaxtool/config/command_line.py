@@ -6,6 +6,7 @@ Unknown keys and options are errors, `--print_config` shows the resolved configu
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from typing import Any
 
 import jsonargparse
 import yaml
+from rich.console import Console
+from rich.logging import RichHandler
 
 from jaxtool.config.run_config import RunConfig
 
@@ -37,7 +40,7 @@ def parse_run(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | No
     """
     namespace = parser.parse_args(arguments)
     try:
-        objects = parser.instantiate_classes(namespace)
+        objects = parser.instantiate(namespace)
         names = [field.name for field in dataclasses.fields(RunConfig)]
         return RunConfig(**{name: objects[name] for name in names}), objects
     except ValueError as error:
@@ -47,6 +50,15 @@ def parse_run(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | No
 def to_yaml(config: Any) -> str:
     """The dataclass as YAML that the same class can be read from."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def open_console() -> Console:
+    """The terminal of a script: jaxtool's log messages go to it, other libraries' only from warnings on."""
+    console = Console()
+    handler = RichHandler(console=console, show_path=False, show_time=False)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    logging.getLogger("jaxtool").setLevel(logging.INFO)
+    return console
 
 
 def run_script(main: Callable[[], None]) -> None:

@@ -47,6 +47,10 @@ class Sample:
             raise ValueError("a supervised position has no target id")
         if any(len(set(ids)) != len(ids) for ids in self.targets):
             raise ValueError("a target id is repeated: the target is uniform over different ids")
+        supervised = set(self.positions)
+        for place, token in enumerate(self.tokens):
+            if token == DRAWN and place - 1 not in supervised:
+                raise ValueError(f"token {place} is to be drawn from targets, but position {place - 1} has none")
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +96,8 @@ class PackedBatches:
     def __init__(self, samples: Sequence[Sample], *, rows: int, row_length: int, epochs: int, seed: int) -> None:
         if not samples:
             raise ValueError("no samples to train on")
+        if rows < 1 or epochs < 1:
+            raise ValueError(f"rows is {rows} and epochs is {epochs}, expected at least 1 of each")
         longest = max(len(sample.tokens) for sample in samples)
         if longest > row_length:
             raise ValueError(

@@ -75,7 +75,7 @@ class ToolRetriever:
             progress: called with the number of queries of each finished batch.
 
         Raises:
-            ValueError: an empty text, k below 1, or `allowed` empty or with an unknown id.
+            ValueError: an empty text, k below 1, `allowed` empty or with an unknown id, or scores that aren't finite.
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
@@ -105,6 +105,10 @@ class ToolRetriever:
             if progress is not None:
                 progress(len(rows))
         valid_qk = np.isfinite(log_probs_qk)
+        if not valid_qk[:, 0].all():
+            raise ValueError(
+                f"query {int(np.argmin(valid_qk[:, 0]))}: the model's scores are not finite, its weights are damaged"
+            )
         tools_qk[~valid_qk] = -1
         return Retrieved(
             tools_qk=tools_qk,

@@ -31,12 +31,16 @@ class SampleSet:
 def document_text(tool: Tool, document: ToolDocument) -> str:
     """The user turn of a memorization sample: the labelled fields of the official code, in its order.
 
-    Tools without a collection have no `Tool ...` fields; an empty description reads `None.`, as there.
+    ToolBench's API name is what stands behind the collection in the tool's name. Tools without a collection have no
+    `Tool ...` fields, and the words of their name; an empty description reads `None.`, as there.
     """
-    api = f"Api Name: {tool.name_text()} Api Description: {document.description.strip() or 'None.'}"
+    description = document.description.strip() or "None."
     if not tool.collection:
-        return api
-    return f"Tool Name: {tool.collection}. Tool Description: {tool.collection_description.strip() or 'None.'} {api}"
+        return f"Api Name: {tool.name_text()} Api Description: {description}"
+    api_name = tool.name.removeprefix(f"{tool.collection}&&")
+    about = tool.collection_description.strip() or "None."
+    collection = f"Tool Name: {tool.collection}. Tool Description: {about}"
+    return f"{collection} Api Name: {api_name} Api Description: {description}"
 
 
 def memorization_samples(catalog: ToolCatalog, prompts: ChatPrompts, base_vocabulary: int) -> SampleSet:

@@ -58,7 +58,8 @@ def supervised_loss(model: Llama, batch: Batch, *, chunk: int = 0) -> tuple[jax.
             return (carry[0] + total, carry[1] + right), None
 
         (total, right), _ = jax.lax.scan(jax.checkpoint(step), (jnp.float32(0), jnp.int32(0)), cut)
-    count = jnp.sum(weights_bpa)
+    # Counted, not summed: the weights of a position add up to 1 only within rounding.
+    count = jnp.sum(jnp.any(weights_bpa > 0, axis=-1), dtype=jnp.float32)
     return total / count, {"supervised": count, "correct": right / count}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import yaml
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from jaxtool.config import RunConfig, to_yaml
@@ -118,9 +118,16 @@ class RunDirectory:
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of checkpoint `step` in the shardings of `abstract`, whatever mesh it was saved from.
 
-        `state.step` counts the steps of the stage and is the caller's to set.
+        `state.step` counts the steps of the stage and is the caller's to set. Needs an active mesh (`jax.set_mesh`).
         """
-        wanted = {"parameters": parameters(abstract.model), "optimizer": _flat(abstract.optimizer_state)}
+        whole = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+
+        def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            # Step counts of the optimiser come from no parameter, so nothing says where they live: everywhere.
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or whole)
+
+        optimizer = {name: placed(leaf) for name, leaf in _flat(abstract.optimizer_state).items()}
+        wanted = {"parameters": parameters(abstract.model), "optimizer": optimizer}
         found = self._load(step, wanted)
         leaves, structure = jax.tree_util.tree_flatten_with_path(abstract.optimizer_state)
         optimizer_state = jax.tree_util.tree_unflatten(
@@ -162,10 +169,11 @@ class RunDirectory:
     # ---- metrics ---------------------------------------------------------------------------------------------------
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Appends one line to `metrics.jsonl`."""
+        """Appends one line to `metrics.jsonl`; a line that a kill left half-written is ended first."""
         if jax.process_index() == 0:
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(record) + "\n")
+            with (self.path / "metrics.jsonl").open("a+b") as file:
+                half = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+                file.write((b"\n" if half else b"") + json.dumps(record).encode() + b"\n")
 
     def metrics(self) -> list[dict[str, Any]]:
         """All records; of a step that was done twice (after a kill) the later one, and no half-written line."""

@@ -55,7 +55,7 @@ def make_train_step(optimizer: optax.GradientTransformation, *, loss_chunk: int 
         (loss, metrics), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.model)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer_state, state.model)
         model = optax.apply_updates(state.model, updates)
-        metrics = {"loss": loss, **metrics, "grad_norm": optax.global_norm(gradients)}
+        metrics = {"loss": loss, **metrics, "grad_norm": optax.tree.norm(gradients)}
         return TrainState(model=model, optimizer_state=optimizer_state, step=state.step + 1), metrics
 
     return jax.jit(step, donate_argnums=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import transformers  # noqa: E402
 from jaxtool.data import AssetError, smollm2  # noqa: E402
 from jaxtool.models import Llama  # noqa: E402
 from jaxtool.weights import load_tokenizer  # noqa: E402
+from tests.tiny_models import load_model, log_probs  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.assets]
 
@@ -65,6 +66,11 @@ it.
 """
 
 
+@pytest.fixture(autouse=True)
+def quick_compilation() -> None:
+    """Not here: what is compared with torch is compiled as users run it."""
+
+
 @pytest.fixture(scope="module")
 def file() -> Path:
     try:
@@ -79,12 +85,12 @@ def tokenizer(file: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def model(file: Path, load: Callable[..., Llama]) -> Llama:
-    return load(file)
+def model(file: Path) -> Llama:
+    return load_model(file)
 
 
 @pytest.fixture(scope="module")
-def reference(file: Path) -> Any:
+def reference(file: Path) -> Iterator[Any]:
     """transformers' model, eager attention, float32, filled from the file without our reader.
 
     The numbers below are those of SmolLM2-135M's published config.
@@ -132,7 +138,11 @@ def reference(file: Path) -> Any:
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     network = transformers.LlamaForCausalLM(config).eval()
     network.load_state_dict(state, strict=True)
-    return network
+    # Waiting threads of torch spin, which on a busy machine costs ten times what a second thread gains.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield network
+    torch.set_num_threads(threads)
 
 
 def half_split_rows(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -146,9 +156,7 @@ def half_split_rows(rows: np.ndarray, heads: int) -> np.ndarray:
     return ordered
 
 
-def test_log_probs_on_english_text(
-    reference: Any, model: Llama, tokenizer: Any, log_probs: Callable[..., np.ndarray]
-) -> None:
+def test_log_probs_on_english_text(reference: Any, model: Llama, tokenizer: Any) -> None:
     tokens = np.array(tokenizer.encode(TEXT))[None, :POSITIONS]
     assert tokens.shape == (1, POSITIONS)
     with torch.no_grad():
@@ -162,9 +170,7 @@ def test_log_probs_on_english_text(
     assert 5 < perplexity < 40, perplexity
 
 
-def test_greedy_continuations(
-    reference: Any, model: Llama, tokenizer: Any, log_probs: Callable[..., np.ndarray]
-) -> None:
+def test_greedy_continuations(reference: Any, model: Llama, tokenizer: Any) -> None:
     """64 tokens after each prompt, decoded by torch with its KV cache.
 
     Our greedy continuation is the same iff ours chooses torch's next token after the prompt and after each prefix of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ torch = pytest.importorskip("torch", reason="the parity oracle torch is not inst
 import transformers  # noqa: E402
 
 from jaxtool.data import Batch  # noqa: E402
-from jaxtool.models import Llama, parameters  # noqa: E402
+from jaxtool.models import parameters  # noqa: E402
 from jaxtool.training import supervised_loss  # noqa: E402
+from tests.tiny_models import load_model, log_probs  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -57,23 +57,16 @@ def tokens() -> np.ndarray:
     return np.random.default_rng(2).integers(V, size=(1, S))
 
 
-def test_log_probs(
-    checkpoint: tuple[Any, Path],
-    tokens: np.ndarray,
-    load: Callable[..., Llama],
-    log_probs: Callable[..., np.ndarray],
-) -> None:
+def test_log_probs(checkpoint: tuple[Any, Path], tokens: np.ndarray) -> None:
     reference, folder = checkpoint
     with torch.no_grad():
         logits = reference(torch.tensor(tokens)).logits
     expected = torch.log_softmax(logits.double(), dim=-1).numpy()
-    found = log_probs(load(folder), tokens)
+    found = log_probs(load_model(folder), tokens)
     assert np.abs(found - expected).max() <= 1e-4
 
 
-def test_gradients_of_next_token_loss(
-    checkpoint: tuple[Any, Path], tokens: np.ndarray, load: Callable[..., Llama]
-) -> None:
+def test_gradients_of_next_token_loss(checkpoint: tuple[Any, Path], tokens: np.ndarray) -> None:
     reference, folder = checkpoint
     loss = reference(torch.tensor(tokens), labels=torch.tensor(tokens)).loss
     loss.backward()
@@ -88,7 +81,7 @@ def test_gradients_of_next_token_loss(
         targets_bpa=jnp.asarray(ids[:, 1:, None]),
         weights_bpa=jnp.ones((1, S - 1, 1), jnp.float32),
     )
-    (our_loss, _), gradient = jax.jit(jax.value_and_grad(supervised_loss, has_aux=True))(load(folder), batch)
+    (our_loss, _), gradient = jax.jit(jax.value_and_grad(supervised_loss, has_aux=True))(load_model(folder), batch)
     ours = {path: np.asarray(leaf) for path, leaf in parameters(gradient).items()}
 
     def layer(name: str) -> np.ndarray:

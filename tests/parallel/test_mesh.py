@@ -74,8 +74,8 @@ def test_reshard() -> None:
 
 # Every kind of contraction in the model, with the layouts it has there.
 CONTRACTIONS = [
-    ("bsd,dnh->bsnh", (4, 3, 6), (6, 2, 5), P("fsdp", None, None), P(None, "model", None), P("fsdp", None, "model", None)),
-    ("bkxh,bkht->bkxt", (2, 4, 3, 5), (2, 4, 5, 7), P("data", "model"), P("data", "model"), P("data", "model", None, None)),
+    ("bsd,dnh->bsnh", (4, 3, 6), (6, 2, 5), P("fsdp"), P(None, "model", None), P("fsdp", None, "model", None)),
+    ("bkxh,bkht->bkxt", (2, 4, 3, 5), (2, 4, 5, 7), *2 * [P("data", "model")], P("data", "model", None, None)),
     ("bsnh,nhd->bsd", (4, 3, 2, 5), (2, 5, 6), P("fsdp", None, "model"), P("model"), P("fsdp", None, None)),
     ("bpd,vd->bpv", (4, 3, 6), (8, 6), P(("data", "fsdp")), P("model"), P(("data", "fsdp"), None, "model")),
     ("bd,td->bt", (4, 6), (5, 6), P("data"), P(), P("data", None)),

@@ -1,0 +1,191 @@
+"""Retrieval against brute force: each prompt alone and unpadded, a float64 softmax over tool columns, a stable sort."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxtool.config import MeshConfig
+from jaxtool.data import ChatPrompts
+from jaxtool.models import Llama
+from jaxtool.parallel import make_mesh
+from jaxtool.toolgen import Retrieved, ToolRetriever
+from jaxtool.toolgen import retrieval as retrieval_module
+from jaxtool.weights import load_tokenizer
+from tests.tiny_models import CONFIG, TINY_LLAMA, logits, random_model
+
+V, TOOLS = 264, 11
+WITH_TOOLS = dataclasses.replace(CONFIG, vocab_size=V, num_tools=TOOLS)
+
+# Three lengths, so that brute force compiles three programs; 32 tokens of template and more put them into two buckets.
+TEXTS = [letter * length for length in (30, 3, 12) for letter in "abcdefg"]
+
+
+def prompts(max_length: int = 200) -> ChatPrompts:
+    return ChatPrompts(load_tokenizer(TINY_LLAMA), system_prompt="", max_length=max_length)
+
+
+def mesh_of(data: int, fsdp: int, model: int) -> Mesh:
+    return make_mesh(MeshConfig(data=data, fsdp=fsdp, model=model), jax.devices()[: data * fsdp * model])
+
+
+def brute_force(model: Llama, texts: list[str], k: int, allowed: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids [Q, k] and log-probabilities [Q, k] among `allowed`; -1 and -inf behind the last."""
+    tools = np.full((len(texts), k), -1)
+    log_probs = np.full((len(texts), k), -np.inf)
+    for row, text in enumerate(texts):
+        columns = logits(model, [prompts().prompt(text).ids])[0, -1, V : V + TOOLS].astype(np.float64)
+        scores = {tool: columns[tool] for tool in sorted(allowed)}
+        norm = np.log(sum(np.exp(score) for score in scores.values()))
+        ranked = sorted(scores, key=lambda tool: -scores[tool])[:k]  # stable: ties stay in order of id
+        tools[row, : len(ranked)] = ranked
+        log_probs[row, : len(ranked)] = [scores[tool] - norm for tool in ranked]
+    return tools, log_probs
+
+
+def assert_equals(found: Retrieved, tools: np.ndarray, log_probs: np.ndarray) -> None:
+    np.testing.assert_array_equal(found.tools_qk, tools)
+    np.testing.assert_array_equal(found.valid_qk, tools >= 0)
+    np.testing.assert_allclose(found.log_probs_qk, log_probs, atol=2e-5)
+    assert (found.tools_qk.dtype, found.log_probs_qk.dtype, found.valid_qk.dtype) == (np.int32, np.float32, bool)
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return random_model(WITH_TOOLS)
+
+
+@pytest.fixture(scope="module")
+def retriever() -> ToolRetriever:
+    mesh = mesh_of(1, 1, 1)
+    return ToolRetriever(random_model(WITH_TOOLS, mesh=mesh), prompts(), mesh, batch_size=4)
+
+
+@pytest.mark.parametrize("k", [1, 5, TOOLS, TOOLS + 4])
+def test_equals_brute_force(model: Llama, retriever: ToolRetriever, k: int) -> None:
+    found = retriever.retrieve(TEXTS, k)
+    assert_equals(found, *brute_force(model, TEXTS, k, list(range(TOOLS))))
+    assert found.cut == 0
+    if k > TOOLS:
+        assert not found.valid_qk[:, TOOLS:].any() and (found.tools_qk[:, TOOLS:] == -1).all()
+        np.testing.assert_allclose(np.exp(found.log_probs_qk.astype(np.float64)).sum(axis=1), 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("allowed", [[6], [2, 9], [10, 0, 3, 8, 1, 3]])
+@pytest.mark.parametrize("kind", [list, set, tuple])
+def test_allowed_subsets(
+    model: Llama, retriever: ToolRetriever, allowed: list[int], kind: Callable[[list[int]], Any]
+) -> None:
+    found = retriever.retrieve(TEXTS[:9], 5, allowed=kind(allowed))
+    assert_equals(found, *brute_force(model, TEXTS[:9], 5, sorted(set(allowed))))
+
+
+def test_ties_break_by_id(retriever: ToolRetriever) -> None:
+    """Tools with the same row in the head are equally probable, whatever the query."""
+    head = np.array(retriever.model.head_vd[...])
+    for tool in (8, 2, 5):
+        head[V + tool] = head[V + 8]
+    tied = random_model(WITH_TOOLS, mesh=retriever.mesh)
+    tied.head_vd[...] = jax.device_put(head, tied.head_vd[...].sharding)
+    found = ToolRetriever(tied, prompts(), retriever.mesh, batch_size=4).retrieve(TEXTS, TOOLS)
+    for ranked, scores in zip(found.tools_qk.tolist(), found.log_probs_qk, strict=True):
+        place = ranked.index(2)
+        assert ranked[place : place + 3] == [2, 5, 8]
+        assert scores[place] == scores[place + 1] == scores[place + 2]
+    alike = random_model(WITH_TOOLS, mesh=retriever.mesh)
+    alike.head_vd[...] = 0 * alike.head_vd[...]
+    found = ToolRetriever(alike, prompts(), retriever.mesh, batch_size=4).retrieve(TEXTS[:2], 4, allowed={9, 3, 7, 4})
+    assert found.tools_qk.tolist() == [[3, 4, 7, 9]] * 2
+    np.testing.assert_allclose(found.log_probs_qk, np.log(1 / 4), rtol=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 16, 40])
+def test_batch_size_does_not_matter(retriever: ToolRetriever, batch_size: int) -> None:
+    expected = retriever.retrieve(TEXTS, 5)
+    other = ToolRetriever(retriever.model, retriever.prompts, retriever.mesh, batch_size=batch_size)
+    found = other.retrieve(TEXTS, 5)
+    assert_equals(found, expected.tools_qk, expected.log_probs_qk)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1)])
+def test_eight_devices_equal_one(retriever: ToolRetriever, sizes: tuple[int, int, int]) -> None:
+    mesh = mesh_of(*sizes)
+    sharded = ToolRetriever(random_model(WITH_TOOLS, mesh=mesh), prompts(), mesh, batch_size=8)
+    for allowed in (None, [1, 4, 5]):
+        expected = retriever.retrieve(TEXTS, 5, allowed=allowed)
+        assert_equals(sharded.retrieve(TEXTS, 5, allowed=allowed), expected.tools_qk, expected.log_probs_qk)
+
+
+def test_tied_models(retriever: ToolRetriever) -> None:
+    tied = random_model(dataclasses.replace(WITH_TOOLS, tie_word_embeddings=True))
+    on_mesh = random_model(tied.config, mesh=retriever.mesh)
+    found = ToolRetriever(on_mesh, prompts(), retriever.mesh, batch_size=4).retrieve(TEXTS[:7], 3)
+    assert_equals(found, *brute_force(tied, TEXTS[:7], 3, list(range(TOOLS))))
+
+
+def test_cut_queries_are_counted(retriever: ToolRetriever) -> None:
+    template = len(prompts().prompt("x").ids) - 1
+    short = ToolRetriever(retriever.model, prompts(template + 12), retriever.mesh, batch_size=4)
+    found = short.retrieve(["a" * 12, "a" * 13, "b" * 30, "c"], 5)
+    assert found.cut == 2
+    # What is left of a cut query is its beginning.
+    np.testing.assert_array_equal(found.tools_qk[0], found.tools_qk[1])
+    np.testing.assert_array_equal(found.tools_qk[0], retriever.retrieve(["a" * 12], 5).tools_qk[0])
+
+
+def test_progress_counts_queries(retriever: ToolRetriever) -> None:
+    counts: list[int] = []
+    retriever.retrieve(TEXTS[:10], 5, progress=counts.append)
+    assert counts == [4, 4, 2]
+
+
+def test_no_queries(retriever: ToolRetriever) -> None:
+    found = retriever.retrieve([], 3)
+    assert found.tools_qk.shape == found.log_probs_qk.shape == found.valid_qk.shape == (0, 3)
+    assert found.cut == 0
+
+
+def test_one_program_for_each_length_bucket(retriever: ToolRetriever) -> None:
+    """Queries of 60 lengths; prompts are padded to the next multiple of 32."""
+    texts = ["z" * length for length in range(1, 61)]
+    buckets = {-(-len(prompts().prompt(text).ids) // 32) for text in texts}
+    assert len(buckets) in (2, 3)
+    compiled = retrieval_module._top_tools
+    compiled.clear_cache()
+    retriever.retrieve(texts, 5)
+    assert compiled._cache_size() <= len(buckets)
+    # Another subset, order or number of queries compiles nothing.
+    before = compiled._cache_size()
+    retriever.retrieve(texts[::-3], 5, allowed=[1, 2])
+    assert compiled._cache_size() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"k": 0}, "k is 0, expected at least 1"),
+        ({"allowed": []}, "allowed tools must be a non-empty set of ids from 0 to 10"),
+        ({"allowed": [3, 11]}, "ids from 0 to 10"),
+        ({"allowed": [-1]}, "ids from 0 to 10"),
+        ({"texts": ["a", "b", "  "]}, "query 2: the query is empty"),
+    ],
+)
+def test_requests_that_cannot_be_served(retriever: ToolRetriever, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        retriever.retrieve(**({"texts": ["a"], "k": 5} | arguments))
+
+
+def test_retrievers_that_cannot_be() -> None:
+    mesh = mesh_of(2, 2, 2)
+    with pytest.raises(ValueError, match="the model has no tool rows"):
+        ToolRetriever(random_model(), prompts(), mesh)
+    model = random_model(WITH_TOOLS)
+    for batch_size in (0, -4, 6):
+        with pytest.raises(ValueError, match=f"batch_size {batch_size} is not a positive multiple of the 4 devices"):
+            ToolRetriever(model, prompts(), mesh, batch_size=batch_size)

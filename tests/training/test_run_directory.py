@@ -1,0 +1,139 @@
+"""Run directories: what is saved comes back bit for bit on any mesh, and damage is said."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxtool.config import MeshConfig, OptimizerConfig, RunConfig, StageConfig
+from jaxtool.models import Llama, LlamaConfig, abstract_model, initialise, parameters
+from jaxtool.parallel import AxisRules, make_mesh
+from jaxtool.tools import Tool, ToolCatalog
+from jaxtool.training import RunDirectory, TrainState, initial_state, make_optimizer
+
+CONFIG = LlamaConfig(
+    vocab_size=128,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    num_tools=3,
+    padded_vocab_size=256,
+)
+CATALOG = ToolCatalog([Tool(name=name) for name in ("a", "b", "c")])
+OPTIMIZER = make_optimizer(OptimizerConfig(), 10)
+
+
+class Tokenizer:
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+
+
+def build() -> Llama:
+    return Llama(CONFIG, AxisRules(), rngs=nnx.Rngs(1))
+
+
+def mesh(data: int, fsdp: int, model: int) -> jax.sharding.Mesh:
+    return make_mesh(MeshConfig(data=data, fsdp=fsdp, model=model), jax.devices()[: data * fsdp * model])
+
+
+def flat(tree: object) -> dict[str, np.ndarray]:
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def trained_state(model: Llama) -> TrainState:
+    """A state whose moments are not zero."""
+    state = initial_state(model, OPTIMIZER)
+    gradients = jax.tree.map(lambda x: x * 0.1, model)
+    _, moments = jax.jit(OPTIMIZER.update)(gradients, state.optimizer_state, model)
+    return dataclasses.replace(state, optimizer_state=moments)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2), (1, 4, 2), (8, 1, 1)])
+def test_saved_on_one_mesh_restored_on_another(tmp_path: Path, sizes: tuple[int, int, int]) -> None:
+    saved_on = mesh(2, 2, 1)
+    with jax.set_mesh(saved_on):
+        state = trained_state(initialise(build, saved_on))
+        run = RunDirectory(tmp_path)
+        run.save(7, state)
+        run.close()
+    target = mesh(*sizes)
+    with jax.set_mesh(target):
+        shape = abstract_model(build, target)
+        abstract = TrainState(model=shape, optimizer_state=jax.eval_shape(OPTIMIZER.init, shape), step=jnp.int32(7))
+        run = RunDirectory(tmp_path)
+        assert run.last_step() == 7
+        back = run.restore(7, abstract)
+        model = run.restore_model(7, AxisRules(), target, CONFIG)
+        run.close()
+    expected = flat((state.model, state.optimizer_state))
+    assert any(np.any(value) for name, value in expected.items() if "mu" in name)
+    found = flat((back.model, back.optimizer_state))
+    assert expected.keys() == found.keys()
+    assert all(np.array_equal(value, found[name]) for name, value in expected.items())
+    assert all(np.array_equal(a, b) for a, b in zip(flat(model).values(), flat(state.model).values(), strict=True))
+    for path, leaf in parameters(back.model).items():
+        assert leaf.sharding == parameters(shape)[path].sharding, path
+
+
+def test_only_the_newest_are_kept_and_half_saves_ignored(tmp_path: Path) -> None:
+    with jax.set_mesh(mesh(1, 1, 1)):
+        state = trained_state(initialise(build, mesh(1, 1, 1)))
+        run = RunDirectory(tmp_path, keep=2)
+        assert run.last_step() is None
+        for step in (1, 2, 3):
+            run.save(step, state)
+        run.close()
+    assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+    (tmp_path / "checkpoints/4.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "checkpoints/4.orbax-checkpoint-tmp/half").write_text("")
+    assert RunDirectory(tmp_path).last_step() == 3
+
+
+def test_a_damaged_checkpoint_names_itself(tmp_path: Path) -> None:
+    with jax.set_mesh(mesh(1, 1, 1)):
+        run = RunDirectory(tmp_path)
+        run.save(5, trained_state(initialise(build, mesh(1, 1, 1))))
+        run.close()
+        largest = max((tmp_path / "checkpoints/5/parameters").rglob("*"), key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:100])
+        with pytest.raises(ValueError, match=r"checkpoints/5: the checkpoint can't be read"):
+            RunDirectory(tmp_path).restore_model(5, AxisRules(), mesh(1, 1, 1), CONFIG)
+
+
+def test_description_comes_back_and_must_stay_the_same(tmp_path: Path) -> None:
+    run, config = RunDirectory(tmp_path / "run"), RunConfig()
+    with pytest.raises(FileNotFoundError, match="train first"):
+        run.catalog()
+    run.start(config, CONFIG, CATALOG, Tokenizer())
+    assert (run.model_config(), run.catalog()) == (CONFIG, CATALOG)
+    # What decides nothing that is learned may change.
+    run.start(dataclasses.replace(config, mesh=MeshConfig(fsdp=2), run_dir="x"), CONFIG, CATALOG, Tokenizer())
+    with pytest.raises(ValueError, match=r"retrieval\.epochs was 1, is 2"):
+        run.start(dataclasses.replace(config, retrieval=StageConfig(epochs=2)), CONFIG, CATALOG, Tokenizer())
+    with pytest.raises(ValueError, match="other tools"):
+        run.start(config, CONFIG, ToolCatalog([Tool(name="a"), Tool(name="c"), Tool(name="b")]), Tokenizer())
+    with pytest.raises(ValueError, match="another shape"):
+        run.start(config, dataclasses.replace(CONFIG, rope_theta=1e4), CATALOG, Tokenizer())
+
+
+def test_metrics_survive_a_kill(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert run.metrics() == []
+    for record in ({"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}):
+        run.log(record)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [record["loss"] for record in run.metrics()] == [3.0, 2.0]
+    run.log({"step": 2, "loss": 1.5})
+    run.log({"step": 3, "loss": 1.0})
+    assert [record["loss"] for record in run.metrics()] == [3.0, 1.5, 1.0]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["step"] == 1
