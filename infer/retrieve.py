@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from jaxtool.config import open_console, parse_run, run_parser, run_script, to_yaml
 from jaxtool.data import ChatPrompts, load_retrieval_set, read_queries
@@ -29,6 +30,7 @@ from jaxtool.evaluation import (
     SystemResult,
     evaluate_rankings,
     print_results,
+    printable,
     write_report,
 )
 from jaxtool.parallel import AxisRules, make_mesh
@@ -46,7 +48,10 @@ def main() -> None:
     parser.add_argument("--output", type=str, default="ranked.jsonl", help="file for the answers to --queries")
     config, options = parse_run(parser)
     console = open_console()
-    say = functools.partial(console.print, highlight=False, markup=False)
+    say = functools.partial(console.print, highlight=False, markup=False, emoji=False)
+    output = Path(options.output)
+    if options.queries and (output.is_dir() or not output.parent.is_dir()):
+        raise ValueError(f"--output {output}: expected a file in a folder that exists")
 
     # ================================================================================================================
     # The trained model
@@ -56,6 +61,18 @@ def main() -> None:
     step = run.last_step()
     if step is None:
         raise ValueError(f"{run.path}: no complete checkpoint yet, run train/finetune.py with this config first")
+    if model_config.max_position_embeddings < config.data.max_query_tokens:
+        raise ValueError(
+            f"data.max_query_tokens {config.data.max_query_tokens} is beyond "
+            f"the model's {model_config.max_position_embeddings} positions"
+        )
+    notes = []
+    trained_prompt = run.settings().get("data", {}).get("system_prompt", config.data.system_prompt)
+    if trained_prompt != config.data.system_prompt:
+        notes.append(
+            f"data.system_prompt is {config.data.system_prompt!r}, but the model was trained with {trained_prompt!r}"
+        )
+        say(f"note: {notes[-1]}")
     mesh = make_mesh(config.mesh)
     jax.set_mesh(mesh)
     rules, dropped = AxisRules().fit(dict(mesh.shape), model_config.axis_sizes)
@@ -76,7 +93,7 @@ def main() -> None:
         TextColumn("left"),
         TimeRemainingColumn(compact=True),
     )
-    k = config.evaluation.k
+    k = min(config.evaluation.k, max(5, len(catalog)))  # places behind the last tool would stay empty
 
     # ================================================================================================================
     # A file of queries: one JSON object a line, in the order of the file
@@ -86,7 +103,6 @@ def main() -> None:
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("queries", total=len(texts))
             found = retriever.retrieve(texts, k, progress=functools.partial(progress.advance, task))
-        output = Path(options.output)
         temporary = output.with_name(f".{output.name}.{os.getpid()}")
         with temporary.open("w", encoding="utf-8") as file:
             for row, text in enumerate(texts):
@@ -112,8 +128,11 @@ def main() -> None:
     if data.test_unseen:
         parts.append(("tools without training queries", data.test_unseen))
     bm25 = BM25Ranker(catalog)
-    results, notes, examples, timings, rows = [], list(data.notes), [], {}, []
+    notes += data.notes
+    results, examples, timings, rows = [], [], {}, []
     for group, queries in parts:
+        if not queries:
+            raise ValueError(f"data.source {config.data.source}: no {group} to score, expected at least one")
         if 0 < config.evaluation.max_queries < len(queries):
             notes.append(f"{group}: the first {config.evaluation.max_queries} of {len(queries)} queries are scored")
             queries = queries[: config.evaluation.max_queries]
@@ -161,7 +180,7 @@ def main() -> None:
     table = Table("query (drawn at random)", "gold tools", "top 5 with probability", title="Examples", show_lines=True)
     for example in examples:
         ranked = "\n".join(f"{'*' if hit else ' '} {probability:6.1%} {name}" for name, probability, hit in example.top)
-        table.add_row(*(_plain(text) for text in (example.query[:300], "\n".join(example.gold), ranked)))
+        table.add_row(*(Text(printable(text)) for text in (example.query[:300], "\n".join(example.gold), ranked)))
     console.print(table)
     versions = {name: importlib.metadata.version(name) for name in ("jaxtool", "jax", "flax", "transformers")}
     environment = {
@@ -183,13 +202,6 @@ def main() -> None:
     page = write_report(report, run.path / "report")
     (page.parent / "results.json").write_text(json.dumps({"results": rows, "timings": timings}, indent=1))
     say(f"report: {page}")
-
-
-def _plain(text: str) -> str:
-    """Text with rich's markup characters escaped: queries and tool names are not ours to interpret."""
-    from rich.markup import escape
-
-    return escape(text)
 
 
 if __name__ == "__main__":

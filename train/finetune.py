@@ -39,7 +39,7 @@ def main() -> None:
     # ================================================================================================================
     config, _ = parse_run(run_parser("Fine-tune a model on a tool catalogue (memorization, then retrieval training)."))
     console = open_console()
-    say = functools.partial(console.print, highlight=False, markup=False)
+    say = functools.partial(console.print, highlight=False, markup=False, emoji=False)
     say(to_yaml(config))
 
     # ================================================================================================================
@@ -69,18 +69,16 @@ def main() -> None:
         compute_dtype=config.model.compute_dtype,
         remat=config.model.remat,
     )
-    if base.max_position_embeddings < config.data.max_query_tokens:
-        raise ValueError(
-            f"data.max_query_tokens {config.data.max_query_tokens} is beyond "
-            f"the model's {base.max_position_embeddings} positions"
-        )
-    sized = tools_config(base, len(data.catalog))
+    for field, stage in (("max_query_tokens", config.retrieval), ("max_document_tokens", config.memorization)):
+        longest = getattr(config.data, field)
+        if stage.epochs and base.max_position_embeddings < longest:
+            raise ValueError(f"data.{field} {longest} is beyond the model's {base.max_position_embeddings} positions")
+    run = RunDirectory(config.run_dir, keep=config.checkpoints.keep)
+    sized = run.start(config, tools_config(base, len(data.catalog)), data.catalog, tokenizer)
     rules, dropped = AxisRules().fit(dict(mesh.shape), sized.axis_sizes)
     for line in dropped:
         say(f"mesh: {line}")
 
-    run = RunDirectory(config.run_dir, keep=config.checkpoints.keep)
-    run.start(config, sized, data.catalog, tokenizer)
     resumed_from = run.last_step()
     abstract = abstract_model(lambda: Llama(sized, rules, rngs=nnx.Rngs(0)), mesh)
     model: Llama | None = None
@@ -116,22 +114,33 @@ def main() -> None:
             sample_set = memorization_samples(catalog, prompts(config.data.max_document_tokens), base.vocab_size)
         else:
             sample_set = retrieval_samples(data.train, prompts(config.data.max_query_tokens), base.vocab_size)
-        samples = sample_set.samples
-        if 0 < stage.max_samples < len(samples):
-            chosen = np.random.default_rng(config.seed).permutation(len(samples))[: stage.max_samples]
-            samples = tuple(samples[index] for index in sorted(chosen.tolist()))
-        batches = PackedBatches(
-            samples, rows=stage.rows, row_length=stage.row_length, epochs=stage.epochs, seed=config.seed
-        )
+        available = len(sample_set.samples)
+        if 0 < stage.max_samples < available:
+            chosen = np.random.default_rng(config.seed).permutation(available)[: stage.max_samples]
+            sample_set = sample_set.subset(sorted(chosen.tolist()))
+        try:
+            batches = PackedBatches(
+                sample_set.samples, rows=stage.rows, row_length=stage.row_length, epochs=stage.epochs, seed=config.seed
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        if stage.loss_chunk and batches.max_supervised % stage.loss_chunk:
+            raise ValueError(
+                f"{name}.loss_chunk {stage.loss_chunk} does not divide the {batches.max_supervised} supervised "
+                "positions of a row; 1 and 0 always do"
+            )
         stages.append((name, stage, batches))
         say(
-            f"{name}: {len(samples):,} of {len(sample_set.samples):,} samples x {stage.epochs} epochs, "
+            f"{name}: {len(sample_set.samples):,} of {available:,} samples x {stage.epochs} epochs, "
             f"{batches.tokens:,} tokens in {batches.steps:,} steps, rows {batches.filled:.0%} full; "
             f"{sample_set.cut_samples:,} texts cut by {sample_set.cut_tokens:,} tokens"
         )
     if not stages:
         raise ValueError("memorization.epochs and retrieval.epochs are both 0: nothing to train")
+    run.check_samples({name: batches.fingerprint for name, _, batches in stages})
     total_steps = sum(batches.steps for _, _, batches in stages)
+    if resumed_from is not None and resumed_from > total_steps:
+        raise ValueError(f"{run.path}: checkpoint {resumed_from} lies behind the run's last step {total_steps}")
     if resumed_from == total_steps:
         say(f"{run.path} is finished: checkpoint {total_steps:,} is the last one")
         return
@@ -154,7 +163,7 @@ def main() -> None:
     for name, stage, batches in stages:
         begin, end = first, first + batches.steps
         first = end
-        at = begin if resumed_from is None else resumed_from
+        at = max(begin, resumed_from or 0)
         if at >= end:
             continue
         optimizer = make_optimizer(stage.optimizer, batches.steps)
@@ -189,10 +198,11 @@ def main() -> None:
                 for done, tokens, metrics in ready:
                     values = {key: float(value) for key, value in metrics.items()}
                     seconds, clock = time.monotonic() - clock, time.monotonic()
-                    if not np.isfinite(values["loss"]):
-                        raise ValueError(
-                            f"{name}: the loss of step {done} is {values['loss']}, try a lower learning_rate"
-                        )
+                    for key in ("loss", "grad_norm"):  # checked before the step's checkpoint replaces a sound one
+                        if not np.isfinite(values[key]):
+                            raise ValueError(
+                                f"{name}: the {key} of step {done} is {values[key]}, try a lower learning_rate"
+                            )
                     run.log({"step": done, "stage": name, **values, "tokens": tokens, "seconds": round(seconds, 4)})
                     progress.update(task, completed=done - begin, loss=values["loss"], speed=tokens / seconds)
                 if save:

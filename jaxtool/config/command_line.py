@@ -54,7 +54,8 @@ def to_yaml(config: Any) -> str:
 
 def open_console() -> Console:
     """The terminal of a script: jaxtool's log messages go to it, other libraries' only from warnings on."""
-    console = Console()
+    # Into a file or a pipe, rich would take 80 columns, too few for the tables.
+    console = Console() if sys.stdout.isatty() else Console(width=160)
     handler = RichHandler(console=console, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
     logging.getLogger("jaxtool").setLevel(logging.INFO)

@@ -105,7 +105,7 @@ class OptimizerConfig:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}, expected 0 <= {name} < 1")
         if not 0 <= self.final_share <= 1:
             raise ValueError(f"optimizer.final_share is {self.final_share}, expected 0 to 1")
-        if self.weight_decay < 0:
+        if not self.weight_decay >= 0:
             raise ValueError(f"optimizer.weight_decay is {self.weight_decay}, expected 0 or more")
 
 
@@ -209,6 +209,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.run_dir.strip():
             raise ValueError("run_dir is empty, expected a folder")
+        _at_least("seed", self.seed, 0)
 
 
 def _at_least(name: str, value: int, least: int) -> None:

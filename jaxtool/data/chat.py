@@ -6,8 +6,11 @@ text are text, so nobody can forge a turn. Tool ids never pass through the token
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jinja2 import TemplateError
 
 # Private-use characters: no template contains them, and a text that does is still rendered right, because the template
 # is rendered around the marker alone.
@@ -37,8 +40,8 @@ class ChatPrompts:
         max_length: longest prompt in tokens; longer texts are cut at their end, and the cut is reported.
 
     Raises:
-        ValueError: no chat template, a template that loses or repeats the text, begins with two BOS, or alone is longer
-            than `max_length`.
+        ValueError: no chat template, a template that can't be rendered, loses or repeats the text, begins with two BOS,
+            or alone is longer than `max_length`.
     """
 
     def __init__(self, tokenizer: Any, *, system_prompt: str | None = None, max_length: int) -> None:
@@ -47,7 +50,11 @@ class ChatPrompts:
         messages = [{"role": "user", "content": _MARKER}]
         if system_prompt is not None:
             messages.insert(0, {"role": "system", "content": system_prompt})
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            hint = "" if system_prompt is None else "; system_prompt null leaves the system turn out"
+            raise ValueError(f"the chat template refuses the prompt: {error}{hint}") from error
         if rendered.count(_MARKER) != 1:
             raise ValueError(f"the chat template shows the user's text {rendered.count(_MARKER)} times, expected once")
         before, after = rendered.split(_MARKER)
@@ -69,15 +76,27 @@ class ChatPrompts:
         """Ids of plain text; special tokens spelled out in it stay text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
+    def check_within(self, vocabulary: int, ids: Sequence[int]) -> None:
+        """Raises ValueError where an id, or the end of the turn, is outside of the model's text rows: rows behind them
+        are tools, so the model would read a tool."""
+        largest = max(*ids, self.end_id)
+        if largest >= vocabulary:
+            raise ValueError(
+                f"the tokenizer gives id {largest}, but the model's vocab_size is {vocabulary}: "
+                "this tokenizer is not the model's"
+            )
+
     def prompt(self, text: str) -> PromptIds:
         """The prompt for one user turn.
 
         Raises:
-            ValueError: the text is empty or white space only.
+            ValueError: the text is empty or white space only, or none of it has a token.
         """
         text = text.strip()
         if not text:
             raise ValueError("the query is empty, expected some text")
         ids = self.text_ids(text)
+        if not ids:
+            raise ValueError(f"the tokenizer has no token for any character of {text[:40]!r}")
         room = self.max_length - len(self._before) - len(self._after)
         return PromptIds(ids=[*self._before, *ids[:room], *self._after], cut=max(0, len(ids) - room))

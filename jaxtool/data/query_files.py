@@ -34,14 +34,17 @@ def read_queries(path: str | Path) -> list[str]:
         if path.suffix == ".jsonl":
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
-                problems.append(f"{where}: expected a JSON object with a field text, found {line[:60]!r} ({error.msg})")
+            except (json.JSONDecodeError, RecursionError) as error:
+                problems.append(f"{where}: expected a JSON object with a field text, found {line[:60]!r} ({error})")
                 continue
             found = record.get("text") if isinstance(record, dict) else record
             if not isinstance(found, str):
                 problems.append(f"{where}: field text: expected a string, found {str(found)[:60]!r}")
                 continue
             text = found
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            problems.append(f"{where}: field text: a lone surrogate escape is not valid Unicode text")
+            continue
         if not text.strip():
             problems.append(f"{where}: the query is empty")
             continue

@@ -6,6 +6,7 @@ The formats themselves are read in bfcl.py and beir.py.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -227,7 +228,7 @@ def load_retrieval_set(source: str, seed: int = 0) -> RetrievalSet:
 
     if source == "bfcl":
         return load_bfcl(bfcl(), seed=seed)
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))  # Path.expanduser raises where there is no such user
     if not (folder / "corpus.jsonl").is_file():
         found = "a folder without corpus.jsonl" if folder.is_dir() else "no such folder"
         raise QuerySetError(

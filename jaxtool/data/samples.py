@@ -6,6 +6,7 @@ ids; no sample is cut or dropped.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +121,14 @@ class PackedBatches:
     def tokens(self) -> int:
         """Input tokens in all epochs, padding not counted."""
         return len(self._epochs) * sum(len(sample.tokens) for sample in self.samples)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) over the samples in order; batches with the same arguments and fingerprint are the same."""
+        digest = hashlib.sha256()
+        for sample in self.samples:
+            digest.update(f"{sample.tokens}{sample.positions}{sample.targets}\n".encode())
+        return digest.hexdigest()
 
     @property
     def filled(self) -> float:

@@ -93,7 +93,7 @@ def results_table(results: Sequence[SystemResult], *, title: str = "Tool retriev
     for result in results:
         cells = [_cell(result, metric) for metric, _ in _COLUMNS]
         table.add_row(
-            Text(_printable(f"{result.system}, {result.group}")),
+            Text(printable(f"{result.system}, {result.group}")),
             Text(f"{result.scores.queries:,}"),
             *(Text(cell.replace(" ± ", "\n±")) for cell in cells),
             end_section=True,
@@ -209,15 +209,15 @@ def _duration(seconds: float) -> str:
 
 
 def _escaped(text: object) -> str:
-    return html.escape(_printable(str(text)), quote=True)
+    return html.escape(printable(str(text)), quote=True)
 
 
 # Control characters (escape sequences in a terminal) and lone surrogates (no UTF-8 form).
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def _printable(text: str) -> str:
-    """The text with each unprintable character shown as its escape, such as \\x1b."""
+def printable(text: str) -> str:
+    """The text with each control character (but tab and line break) shown as its escape, such as \\x1b."""
     return _UNPRINTABLE.sub(lambda match: repr(match.group())[1:-1], text)
 
 

@@ -91,6 +91,7 @@ class ToolRetriever:
         for number, text in enumerate(texts):
             try:
                 prompts.append(self.prompts.prompt(text))
+                self.prompts.check_within(self.model.config.vocab_size, prompts[-1].ids)
             except ValueError as error:
                 raise ValueError(f"query {number}: {error}") from error
 

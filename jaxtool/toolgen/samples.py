@@ -19,13 +19,27 @@ class SampleSet:
 
     Attributes:
         samples: one per document or query.
-        cut_samples: samples whose text did not fit the maximal length.
-        cut_tokens: text tokens left out in them.
+        cuts: for each sample the text tokens that did not fit the maximal length and were left out.
     """
 
     samples: tuple[Sample, ...]
-    cut_samples: int
-    cut_tokens: int
+    cuts: tuple[int, ...]
+
+    @property
+    def cut_samples(self) -> int:
+        """Samples whose text did not fit the maximal length."""
+        return sum(cut > 0 for cut in self.cuts)
+
+    @property
+    def cut_tokens(self) -> int:
+        """Text tokens left out in them."""
+        return sum(self.cuts)
+
+    def subset(self, indices: Sequence[int]) -> SampleSet:
+        """The samples at these places, in this order."""
+        return SampleSet(
+            samples=tuple(self.samples[index] for index in indices), cuts=tuple(self.cuts[index] for index in indices)
+        )
 
 
 def document_text(tool: Tool, document: ToolDocument) -> str:
@@ -47,13 +61,16 @@ def memorization_samples(catalog: ToolCatalog, prompts: ChatPrompts, base_vocabu
     """One sample for each document of each tool: L_tool = -log p(id(d) | document(d)).
 
     Documents of one tool that read the same (they differ in their parameters only) make one sample.
+
+    Raises:
+        ValueError: the tokenizer has ids beyond `base_vocabulary`.
     """
     pairs = [
         (text, (base_vocabulary + index,))
         for index, tool in enumerate(catalog)
         for text in dict.fromkeys(document_text(tool, document) for document in (tool.document(), *tool.documents))
     ]
-    return _sample_set(pairs, prompts)
+    return _sample_set(pairs, prompts, base_vocabulary)
 
 
 def retrieval_samples(queries: Sequence[LabelledQuery], prompts: ChatPrompts, base_vocabulary: int) -> SampleSet:
@@ -66,17 +83,18 @@ def retrieval_samples(queries: Sequence[LabelledQuery], prompts: ChatPrompts, ba
     whatever their number of tools (in the official form a query weighs |D_q|).
     """
     pairs = [(query.text, tuple(base_vocabulary + tool for tool in query.tools)) for query in queries]
-    return _sample_set(pairs, prompts)
+    return _sample_set(pairs, prompts, base_vocabulary)
 
 
-def _sample_set(pairs: Sequence[tuple[str, tuple[int, ...]]], prompts: ChatPrompts) -> SampleSet:
+def _sample_set(pairs: Sequence[tuple[str, tuple[int, ...]]], prompts: ChatPrompts, base_vocabulary: int) -> SampleSet:
     samples, cuts = [], []
     for text, targets in pairs:
         prompt = prompts.prompt(text)
+        prompts.check_within(base_vocabulary, prompt.ids)
         cuts.append(prompt.cut)
         last = len(prompt.ids) - 1
         answer = targets[0] if len(targets) == 1 else DRAWN
         samples.append(
             Sample(tokens=(*prompt.ids, answer), positions=(last, last + 1), targets=(targets, (prompts.end_id,)))
         )
-    return SampleSet(samples=tuple(samples), cut_samples=sum(cut > 0 for cut in cuts), cut_tokens=sum(cuts))
+    return SampleSet(samples=tuple(samples), cuts=tuple(cuts))

@@ -7,6 +7,7 @@ another machine. Checkpoints are orbax; everything else is JSON or YAML.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from jaxtool.models import Llama, LlamaConfig, abstract_model, parameters, with_
 from jaxtool.parallel import AxisRules
 from jaxtool.tools import ToolCatalog
 from jaxtool.training.step import TrainState
-from jaxtool.weights import load_tokenizer
+from jaxtool.weights import load_tokenizer, read_json_object
 
 # Fields that decide what is learned. A run can only be resumed with the same ones; the others may change.
 _IDENTITY = ("seed", "model", "data", "memorization", "retrieval")
@@ -39,30 +40,85 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, *, keep: int = 1) -> None:
-        self.path = Path(path).absolute()
+        self.path = Path(os.path.expanduser(path)).absolute()
         self._keep = keep
+        self._writing = False
+        self._lock: Any = None  # the open file that holds the lock
         self._checkpointer: ocp.training.Checkpointer | None = None
 
     # ---- what the run is -------------------------------------------------------------------------------------------
 
-    def start(self, config: RunConfig, model: LlamaConfig, catalog: ToolCatalog, tokenizer: Any) -> None:
-        """Writes the run's description, or checks that the one that is there is the same.
+    def start(self, config: RunConfig, model: LlamaConfig, catalog: ToolCatalog, tokenizer: Any) -> LlamaConfig:
+        """Writes the run's description, or checks that the one of its checkpoints is the same.
+
+        The folder is this process's alone until `close` or its end. What a run without a checkpoint left is replaced.
+
+        Returns:
+            The run's model config: `model`, padded to as many rows as its checkpoints have (the mesh may have changed).
 
         Raises:
-            ValueError: the folder holds a run of another configuration, model or catalogue.
+            ValueError: the folder can't be written, another process trains in it, or it holds a run of another
+                configuration, model or catalogue.
         """
-        described = self.path / "config.yaml"
-        if described.exists():
-            self._check_same(config, model, catalog)
+        self._writing = True
         if jax.process_index() == 0:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._take()
+        if self.last_step() is not None:
+            self._check_same(config, model, catalog)
+            model = self.model_config()
+        elif jax.process_index() == 0:
+            for name in ("metrics.jsonl", "samples.json"):
+                (self.path / name).unlink(missing_ok=True)
+        if jax.process_index() == 0:
             catalog.save(self.path / "catalog.jsonl")
             tokenizer.save_pretrained(self.path / "tokenizer")
             _write(self.path / "model.json", json.dumps(dataclasses.asdict(model), indent=1))
-            _write(described, to_yaml(config))
+            _write(self.path / "config.yaml", to_yaml(config))
+        return model
+
+    def _take(self) -> None:
+        """Makes the folder and locks it; the system releases the lock of a process that was killed."""
+        if self._lock is not None:
+            return
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / ".lock").open("a")
+        except OSError as error:
+            raise ValueError(f"run_dir {self.path}: expected a folder that can be written ({error})") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise ValueError(f"run_dir {self.path}: another process is training in it") from error
+        except OSError:
+            pass  # a file system without locks
+        self._lock = lock
+
+    def check_samples(self, fingerprints: Mapping[str, str]) -> None:
+        """Records what each stage trains on, or checks that it is what the run began with.
+
+        Raises:
+            ValueError: a stage's samples have changed, so that a resumed run would mix two data sets.
+        """
+        path = self.path / "samples.json"
+        if path.exists():
+            before = read_json_object(path)
+            changed = sorted(name for name in fingerprints if before.get(name) != fingerprints[name])
+            if changed:
+                raise ValueError(
+                    f"{self.path}: the samples of {' and '.join(changed)} are not those the run began with (data, "
+                    "tokenizer or chat template have changed); choose another run_dir"
+                )
+        if jax.process_index() == 0:
+            _write(path, json.dumps(dict(fingerprints), indent=1))
 
     def _check_same(self, config: RunConfig, model: LlamaConfig, catalog: ToolCatalog) -> None:
-        before = yaml.safe_load((self.path / "config.yaml").read_text())
+        before = self.settings()
+        if not before:
+            raise ValueError(
+                f"{self.path}: has checkpoints but no config.yaml that says what they were trained with; put it back, "
+                "or choose another run_dir"
+            )
         now = yaml.safe_load(to_yaml(config))
         changed = sorted(_differences({k: before.get(k) for k in _IDENTITY}, {k: now[k] for k in _IDENTITY}))
         if changed:
@@ -74,15 +130,43 @@ class RunDirectory:
             raise ValueError(
                 f"{self.path}: its catalogue has other tools than the data have now; choose another run_dir"
             )
-        if self.model_config() != model:
+        stored = self.model_config()
+        if dataclasses.replace(stored, padded_vocab_size=0) != dataclasses.replace(model, padded_vocab_size=0):
             raise ValueError(
                 f"{self.path}: its model has another shape than {config.model.source}; choose another run_dir"
             )
 
+    def settings(self) -> dict[str, Any]:
+        """The configuration that the run was started with, as nested mappings; empty without `config.yaml`.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        path = self.path / "config.yaml"
+        if not path.exists():
+            return {}
+        try:
+            settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            found = " ".join(str(error).split())[:300]
+            raise ValueError(f"{path}: not a YAML file ({found}), put it back or delete it") from error
+        if not isinstance(settings, dict) or not isinstance(settings.get("data"), dict):
+            raise ValueError(f"{path}: expected the fields of a run, put it back or delete it")
+        return settings
+
     def model_config(self) -> LlamaConfig:
-        """The config of the run's model, tool rows included."""
-        fields = json.loads(self._existing("model.json").read_text())
-        return LlamaConfig(**fields)
+        """The config of the run's model, tool rows included.
+
+        Raises:
+            FileNotFoundError: the run has none.
+            ValueError: the file is damaged.
+        """
+        path = self._existing("model.json")
+        fields = read_json_object(path)
+        try:
+            return LlamaConfig(**fields)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            raise ValueError(f"{path}: not the config of a model ({error})") from error
 
     def catalog(self) -> ToolCatalog:
         """The tools, in the order of their rows."""
@@ -94,7 +178,7 @@ class RunDirectory:
 
     def _existing(self, name: str) -> Path:
         if not (self.path / name).exists():
-            raise FileNotFoundError(f"{self.path / name} is missing: train first (train/finetune.py with this run_dir)")
+            raise FileNotFoundError(f"{self.path / name} is missing: put it back, or train first (train/finetune.py)")
         return self.path / name
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -156,13 +240,17 @@ class RunDirectory:
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _opened(self) -> ocp.training.Checkpointer:
         if self._checkpointer is None:
             self._checkpointer = ocp.training.Checkpointer(
                 self.path / "checkpoints",
                 preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
-                cleanup_tmp_directories=True,
+                # Only by the process that writes the run: what looks left over may be its save in progress.
+                cleanup_tmp_directories=self._writing,
             )
         return self._checkpointer
 
@@ -179,12 +267,13 @@ class RunDirectory:
         """All records; of a step that was done twice (after a kill) the later one, and no half-written line."""
         path = self.path / "metrics.jsonl"
         records: dict[Any, dict[str, Any]] = {}
-        for line in path.read_text().splitlines() if path.exists() else []:
+        for line in path.read_bytes().split(b"\n") if path.exists() else []:
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:
                 continue  # a kill can leave half a line; its step was done again
-            records[record.get("step")] = record
+            if isinstance(record, dict):  # half a line may read as a number
+                records[record.get("step")] = record
         return list(records.values())
 
 
@@ -203,5 +292,5 @@ def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
 
 def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

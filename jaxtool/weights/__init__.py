@@ -3,6 +3,7 @@
 from jaxtool.weights.gguf_reader import GgufFile, llama_config_from_gguf
 from jaxtool.weights.hf_config import ConfigError, llama_config_from_hf
 from jaxtool.weights.load import plan_weights, read_config, read_weights, resolve_model
+from jaxtool.weights.safetensors_reader import read_json_object
 from jaxtool.weights.tensor_map import WeightPlan, WeightsError
 from jaxtool.weights.tokenizers import TokenizerError, load_tokenizer
 
@@ -17,6 +18,7 @@ __all__ = [
     "load_tokenizer",
     "plan_weights",
     "read_config",
+    "read_json_object",
     "read_weights",
     "resolve_model",
 ]

@@ -6,6 +6,7 @@ The formats are in `hf_config`, `safetensors_reader` and `gguf_reader`; building
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -41,7 +42,7 @@ def resolve_model(source: str | Path) -> Path:
         FileNotFoundError: nothing there, and no hub id that can be fetched.
         ValueError: a file that isn't GGUF.
     """
-    path = Path(source)
+    path = Path(os.path.expanduser(source))
     if path.is_dir() and source != "":  # Path("") is the working folder
         return path
     if path.is_file():

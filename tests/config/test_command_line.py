@@ -62,6 +62,8 @@ def test_there_are_shipped_configs() -> None:
         (["--model.remat", "some"], "remat"),
         (["--evaluation.k", "3"], "evaluation.k is 3"),
         (["--run_dir", " "], "run_dir"),
+        (["--seed", "-1"], "seed is -1"),
+        (["--retrieval.optimizer.weight_decay", "nan"], "weight_decay"),
         (["--config", "absent.yaml"], "absent.yaml"),
     ],
 )

@@ -164,3 +164,23 @@ def test_no_end_of_turn(tokenizer: Any) -> None:
     tokenizer.eos_token = None
     with pytest.raises(ValueError, match="no EOS token"):
         ChatPrompts(tokenizer, max_length=100)
+
+
+def test_a_template_that_refuses_system_turns(tokenizer: Any) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="refuses the prompt: no system turns; system_prompt null"):
+        ChatPrompts(tokenizer, system_prompt="", max_length=100)
+    assert ChatPrompts(tokenizer, max_length=100).prompt("hi").ids == in_bytes("hi")
+    tokenizer.chat_template = "{% if "
+    with pytest.raises(ValueError, match="refuses the prompt"):
+        ChatPrompts(tokenizer, max_length=100)
+
+
+def test_text_without_any_token(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ChatPrompts(tokenizer, max_length=100)
+    monkeypatch.setattr(prompts, "text_ids", lambda text: [])  # some vocabularies lack bytes
+    with pytest.raises(ValueError, match="no token for any character of '\\\\x00'"):
+        prompts.prompt("\x00")

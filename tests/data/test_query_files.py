@@ -34,6 +34,8 @@ def test_json_lines_round_trip(tmp_path: Path, texts: list[str]) -> None:
         ("q.jsonl", b'{"text": "a"}\n["b"]\n', r"q\.jsonl:2: field text"),
         ("q.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"q\.jsonl:2: expected a JSON object"),
         ("q.jsonl", b'{"text": " "}\n', r"q\.jsonl:1: the query is empty"),
+        ("q.jsonl", b'{"text": "\\ud800"}\n', r"q\.jsonl:1: .*lone surrogate"),
+        ("q.jsonl", b"[" * 100_000, r"q\.jsonl:1: expected a JSON object"),
     ],
 )
 def test_errors(tmp_path: Path, name: str, content: bytes, said: str) -> None:

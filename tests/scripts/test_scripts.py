@@ -25,6 +25,21 @@ from tests.scripts.tiny_world import ROOT, TOPICS, environment
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
 
+# Runs the script named first with the arguments behind it, and kills itself when checkpoint 3 is complete.
+KILLED_AFTER_3 = """
+import os, runpy, signal, sys
+from jaxtool.training import RunDirectory
+save = RunDirectory.save
+def save_and_die(run, step, state):
+    save(run, step, state)
+    if step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+RunDirectory.save = save_and_die
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def arrays(run_dir: Path) -> dict[str, np.ndarray]:
     run = RunDirectory(run_dir)
     step = run.last_step()
@@ -65,25 +80,41 @@ def test_a_finished_run_is_left_alone(trained: Path, script: Script) -> None:
 
 
 def test_a_killed_run_resumes_bit_for_bit(trained: Path, world: Path, script: Script, tmp_path: Path) -> None:
-    """Killed twice, in each stage, right after a checkpoint appeared."""
+    """Killed in each stage, right after a checkpoint appeared; in the first one by itself, to meet its middle."""
     run_dir = tmp_path / "killed"
     command = [sys.executable, str(ROOT / "train/finetune.py"), "--config", str(world / "run.yaml")]
     whole = RunDirectory(trained).metrics()
     memorization = sum(record["stage"] == "memorization" for record in whole)
-    for target in (5, 5 * (memorization // 5 + 2)):
-        process = subprocess.Popen(
-            [*command, "--run_dir", str(run_dir)],
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        deadline = time.monotonic() + 240
-        while not (run_dir / "checkpoints" / str(target)).exists():
-            assert process.poll() is None, "ended before the kill"
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+    assert memorization > 3
+    killed = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            KILLED_AFTER_3,
+            *command[1:],
+            "--run_dir",
+            str(run_dir),
+            "--checkpoints.every_steps",
+            "3",
+        ],
+        env=environment(),
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    target = 5 * (memorization // 5 + 2)
+    process = subprocess.Popen(
+        [*command, "--run_dir", str(run_dir)],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 240
+    while not (run_dir / "checkpoints" / str(target)).exists():
+        assert process.poll() is None, "ended before the kill"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
     done = script("train/finetune.py", "--run_dir", str(run_dir))
     assert done.returncode == 0, done.stderr
     assert "resuming" in done.stdout
@@ -104,6 +135,9 @@ def test_eight_devices_train_alike_and_resume_on_one(trained: Path, script: Scri
     np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-3)
     assert script("infer/retrieve.py", *options, devices=8).returncode == 0
     assert script("infer/retrieve.py", "--run_dir", str(run_dir)).returncode == 0
+    # Rows are padded by the mesh that the run began on; another mesh takes them as they are.
+    done = script("train/finetune.py", "--run_dir", str(run_dir))
+    assert done.returncode == 0 and "is finished" in done.stdout, done.stderr
 
 
 def test_answers_to_a_file_of_queries(trained: Path, script: Script, tmp_path: Path) -> None:

@@ -139,12 +139,25 @@ def test_cuts_are_counted() -> None:
     queries = [LabelledQuery(query_id=text, text=text, tools=(1,)) for text in texts]
     found = retrieval_samples(queries, short, BASE)
     assert (found.cut_samples, found.cut_tokens) == (2, 3 + 30)
+    part = found.subset([0, 2])  # counts are those of the part
+    assert (part.samples, part.cut_samples, part.cut_tokens) == ((found.samples[0], found.samples[2]), 1, 30)
     whole = (*BEFORE, *in_bytes("x" * room), *BEHIND, BASE + 1)
     assert [sample.tokens for sample in found.samples] == [whole] * 3
     found = memorization_samples(ToolCatalog([Tool(name="sort", description="y" * 50)]), short, BASE)
     assert found.cut_samples == 1
     assert found.cut_tokens == len("Api Name: sort Api Description: " + "y" * 50) - room
     assert found.samples[0].tokens[-1] == BASE
+
+
+def test_ids_beyond_the_text_rows_are_refused() -> None:
+    """A tokenizer of another model: its ids would be read as tools."""
+    query = LabelledQuery(query_id="q", text="sum", tools=(0,))
+    largest = max(*in_bytes("sum"), *BEFORE, *BEHIND)
+    assert retrieval_samples([query], prompts(), largest + 1).samples
+    with pytest.raises(ValueError, match=f"gives id {largest}, but the model's vocab_size is {largest}"):
+        retrieval_samples([query], prompts(), largest)
+    with pytest.raises(ValueError, match="not the model's"):
+        memorization_samples(ToolCatalog([Tool(name="sum")]), prompts(), largest)
 
 
 def test_soft_target_has_the_mean_gradient_of_all_pairs() -> None:

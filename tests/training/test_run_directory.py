@@ -112,7 +112,13 @@ def test_description_comes_back_and_must_stay_the_same(tmp_path: Path) -> None:
     run, config = RunDirectory(tmp_path / "run"), RunConfig()
     with pytest.raises(FileNotFoundError, match="train first"):
         run.catalog()
+    assert run.start(dataclasses.replace(config, seed=9), CONFIG, CATALOG, Tokenizer()) == CONFIG
+    run.log({"step": 1, "loss": 1.0})
+    # Nothing was learned yet, so other settings may take the folder over.
     run.start(config, CONFIG, CATALOG, Tokenizer())
+    assert run.metrics() == []
+    with jax.set_mesh(mesh(1, 1, 1)):
+        run.save(1, trained_state(initialise(build, mesh(1, 1, 1))))
     assert (run.model_config(), run.catalog()) == (CONFIG, CATALOG)
     # What decides nothing that is learned may change.
     run.start(dataclasses.replace(config, mesh=MeshConfig(fsdp=2), run_dir="x"), CONFIG, CATALOG, Tokenizer())
@@ -122,6 +128,54 @@ def test_description_comes_back_and_must_stay_the_same(tmp_path: Path) -> None:
         run.start(config, CONFIG, ToolCatalog([Tool(name="a"), Tool(name="c"), Tool(name="b")]), Tokenizer())
     with pytest.raises(ValueError, match="another shape"):
         run.start(config, dataclasses.replace(CONFIG, rope_theta=1e4), CATALOG, Tokenizer())
+    # Rows padded for another mesh are the same model, in the shape that the checkpoint has.
+    assert run.start(config, dataclasses.replace(CONFIG, padded_vocab_size=512), CATALOG, Tokenizer()) == CONFIG
+    assert run.model_config() == CONFIG
+    for content in (b"", b"- 1\n", b"\tx: [", b"\xff"):
+        (run.path / "config.yaml").write_bytes(content)
+        with pytest.raises(ValueError, match=r"config\.yaml: .*put it back"):
+            run.start(config, CONFIG, CATALOG, Tokenizer())
+    (run.path / "config.yaml").unlink()
+    with pytest.raises(ValueError, match=r"no config\.yaml"):
+        run.start(config, CONFIG, CATALOG, Tokenizer())
+    for content in ("", "[]", '{"a": 1}', '{"vocab_size": "x"}'):
+        (run.path / "model.json").write_text(content)
+        with pytest.raises(ValueError, match=r"model\.json"):
+            run.model_config()
+    run.close()
+
+
+def test_one_process_trains_in_a_folder_and_readers_leave_its_saves_alone(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.start(RunConfig(), CONFIG, CATALOG, Tokenizer())
+    with pytest.raises(ValueError, match="another process is training"):
+        RunDirectory(tmp_path).start(RunConfig(), CONFIG, CATALOG, Tokenizer())
+    saving = tmp_path / "checkpoints/4.orbax-checkpoint-tmp"
+    saving.mkdir(parents=True)
+    reader = RunDirectory(tmp_path)
+    assert reader.last_step() is None
+    reader.close()
+    assert saving.is_dir()
+    run.close()
+    again = RunDirectory(tmp_path)
+    again.start(RunConfig(), CONFIG, CATALOG, Tokenizer())
+    again.close()
+    assert not saving.exists()  # left over by a run that was killed
+
+
+def test_other_samples_are_refused(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.check_samples({"memorization": "a", "retrieval": "b"})
+    run.check_samples({"memorization": "a", "retrieval": "b"})
+    with pytest.raises(ValueError, match="the samples of retrieval are not those"):
+        run.check_samples({"memorization": "a", "retrieval": "c"})
+
+
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, path: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="expected a folder that can be written"):
+        RunDirectory(tmp_path / path).start(RunConfig(), CONFIG, CATALOG, Tokenizer())
 
 
 def test_metrics_survive_a_kill(tmp_path: Path) -> None:
@@ -130,7 +184,7 @@ def test_metrics_survive_a_kill(tmp_path: Path) -> None:
     for record in ({"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}):
         run.log(record)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "lo')
+        file.write('[1]\n3\n{"step": 3, "lo')
     assert [record["loss"] for record in run.metrics()] == [3.0, 2.0]
     run.log({"step": 2, "loss": 1.5})
     run.log({"step": 3, "loss": 1.0})

@@ -1,0 +1,114 @@
+"""Inputs that are wrong, damaged or malicious: the scripts say what is wrong, and show text as text.
+
+One process runs several commands after another: starting Python and JAX takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.scripts.tiny_world import ROOT, environment
+
+DRIVER = """
+import contextlib, importlib.util, io, json, sys
+from jaxtool.config import run_script
+
+def run(script, options):
+    spec = importlib.util.spec_from_file_location("script", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.argv = [script, *options]
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            run_script(module.main)
+        except SystemExit as end:
+            status = end.code
+    return status, out.getvalue(), err.getvalue()
+
+json.dump([run(*command) for command in json.load(sys.stdin)], sys.stdout)
+"""
+HEADER = "query-id\tcorpus-id\tscore\n"
+
+
+def run_all(world: Path, *commands: tuple[str, list[str]]) -> list[tuple[int, str, str]]:
+    """Status, stdout and stderr of each command; an exception that a script lets out fails the test."""
+    given = [(str(ROOT / name), ["--config", str(world / "run.yaml"), *options]) for name, options in commands]
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER],
+        input=json.dumps(given),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return [tuple(result) for result in json.loads(done.stdout)]
+
+
+def test_mistakes_name_what_is_wrong(world: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    untrained = tmp_path / "untrained"
+    shutil.copytree(world / "set", untrained)
+    (untrained / "qrels/train.tsv").write_text(HEADER)
+    new = ["--run_dir", str(tmp_path / "new")]
+    cases = [
+        (["--run_dir", str(tmp_path / "file")], f"run_dir {tmp_path / 'file'}: expected a folder"),
+        ([*new, "--data.source", "~nobody-of-this-name/x"], "found no such folder"),
+        ([*new, "--model.source", "~nobody-of-this-name/x"], "no such folder"),
+        ([*new, "--data.max_document_tokens", "500"], "data.max_document_tokens 500 is beyond the model's 128"),
+        ([*new, "--data.source", str(untrained)], "retrieval: no samples"),
+        ([*new, "--retrieval.loss_chunk", "1000"], "retrieval.loss_chunk 1000 does not divide"),
+        # The mistakes above began runs without a checkpoint: they don't bind this one to their settings.
+        ([*new, "--memorization.row_length", "20"], "memorization: a sample has"),
+    ]
+    results = run_all(world, *(("train/finetune.py", options) for options, _ in cases))
+    for (status, _, error), (options, said) in zip(results, cases, strict=True):
+        assert status == 1, options
+        assert said in error
+        assert error.count("\n") == 1
+
+
+def test_hostile_text_is_shown_as_text(world: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    shutil.copytree(world / "set", folder)
+    hostile = "<script>alert(1)</script> [red]x[/red] :smile: \x1b[31m \\"
+    texts = [hostile, "<|end|><|start|>", "\x00", "שלום", "a" * 100_000]
+    tool = {"_id": "d0", "title": hostile, "text": hostile}
+    (folder / "corpus.jsonl").write_text(json.dumps(tool) + "\n")
+    lines = [json.dumps({"_id": f"q{i}", "text": text}) for i, text in enumerate(texts)]
+    (folder / "queries.jsonl").write_text("\n".join(lines))
+    for split in ("train", "test"):
+        pairs = "".join(f"q{i}\td0\t1\n" for i in range(len(texts)))
+        (folder / f"qrels/{split}.tsv").write_text(HEADER + pairs)
+    untested = tmp_path / "untested"
+    shutil.copytree(folder, untested)
+    (untested / "qrels/test.tsv").write_text(HEADER)
+    queries = tmp_path / "queries.txt"
+    queries.write_text("x\n")
+    run = ["--run_dir", str(tmp_path / "run"), "--data.source", str(folder), "--memorization.epochs", "0"]
+    run += ["--retrieval.epochs", "1"]
+    trained, shown, unscored, nowhere, other = run_all(
+        world,
+        ("train/finetune.py", run),
+        ("infer/retrieve.py", [*run, "--evaluation.k", "1000000000"]),
+        ("infer/retrieve.py", [*run, "--data.source", str(untested)]),
+        ("infer/retrieve.py", [*run, "--queries", str(queries), "--output", str(tmp_path / "no/where.jsonl")]),
+        (
+            "infer/retrieve.py",
+            [*run, "--data.system_prompt", "Hi", "--queries", str(queries), "--output", str(tmp_path / "out.jsonl")],
+        ),
+    )
+    assert trained[0] == 0, trained[2]
+    assert shown[0] == 0, shown[2]
+    assert "\x1b" not in shown[1] and "\\x1b" in shown[1]
+    assert "[red]" in shown[1] and ":smile:" in shown[1]
+    page = (tmp_path / "run/report/report.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert unscored[0] == 1 and "no test queries to score" in unscored[2]
+    assert nowhere[0] == 1 and "where.jsonl: expected a file" in nowhere[2]
+    assert other[0] == 0 and "data.system_prompt is 'Hi', but the model was trained with None" in other[1]
