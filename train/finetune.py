@@ -84,7 +84,9 @@ def main() -> None:
     model: Llama | None = None
     if resumed_from is None:
         started = time.monotonic()
-        plain = abstract_model(lambda: Llama(base, rules, rngs=nnx.Rngs(0)), mesh)
+        divided = base.rows % mesh.shape["model"] == 0
+        plain_config = base if divided else dataclasses.replace(base, padded_vocab_size=sized.rows)
+        plain = abstract_model(lambda: Llama(plain_config, rules, rngs=nnx.Rngs(0)), mesh)
         model = with_parameters(plain, read_weights(source, parameters(plain)))
         names = [tokenizer(" " + tool.name_text(), add_special_tokens=False)["input_ids"] for tool in data.catalog]
         model = with_name_rows(model, names)

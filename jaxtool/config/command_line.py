@@ -39,9 +39,13 @@ def parse_run(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | No
     Ends the process with status 2 and a message when an option, key or value is wrong.
     """
     namespace = parser.parse_args(arguments)
+    names = [field.name for field in dataclasses.fields(RunConfig)]
+    for key, value in namespace.items():
+        # jsonargparse lets null pass for a field of any type.
+        if value is None and key.split(".")[0] in names and key != "data.system_prompt":
+            parser.error(f"{key} is null, expected a value")
     try:
         objects = parser.instantiate(namespace)
-        names = [field.name for field in dataclasses.fields(RunConfig)]
         return RunConfig(**{name: objects[name] for name in names}), objects
     except ValueError as error:
         parser.error(str(error))

@@ -6,6 +6,7 @@ log(1 + odds), which is above 0 for every term. Robertson's own falls to 0 for t
 more (`name`, `id`), so there a score of 0 wouldn't say that nothing matched.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtool.tools import Tool, ToolCatalog
+
+# It sets its logger to DEBUG by itself and reports every index it builds.
+logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 # Two lower-case letters after the last capital: "HTTPServer" is two words, "URLs" is one.
 _CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]{2})")

@@ -41,7 +41,8 @@ def mean_rows(matrix_vd: jax.Array, token_ids: Sequence[Sequence[int]]) -> np.nd
 
 def with_name_rows(model: Llama, name_token_ids: Sequence[Sequence[int]]) -> Llama:
     """`model` with one row per tool, the mean of its name's token rows, in the embedding and (untied) in the head."""
-    matrices = {path: leaf for path, leaf in parameters(model).items() if path in ROW_MATRICES}
+    text = model.config.vocab_size
+    matrices = {path: _whole(leaf, model)[:text] for path, leaf in parameters(model).items() if path in ROW_MATRICES}
     return with_tool_rows(model, {path: mean_rows(leaf, name_token_ids) for path, leaf in matrices.items()})
 
 

@@ -6,12 +6,17 @@ Text only: tool tokens are ids outside this vocabulary and never pass through he
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+# Importing it warns that torch is missing, which nothing here uses.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from jaxtool.weights.gguf_reader import GgufFile

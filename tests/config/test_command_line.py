@@ -74,7 +74,9 @@ def test_errors_name_the_field(arguments: list[str], said: str, capsys: pytest.C
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["nope: 1\n", "retrieval:\n  nope: 1\n", "- 1\n", "retrieval: [\n"])
+@pytest.mark.parametrize(
+    "text", ["nope: 1\n", "retrieval:\n  nope: 1\n", "- 1\n", "retrieval: [\n", "run_dir: ~\n", "data: ~\n"]
+)
 def test_bad_files(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)

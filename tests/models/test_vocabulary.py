@@ -11,16 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtool.config import MeshConfig
 from jaxtool.models import (
     Llama,
+    abstract_model,
     mean_rows,
     parameters,
     resized_optimizer_state,
     tools_config,
     with_name_rows,
+    with_parameters,
     with_tool_rows,
     without_tool_rows,
 )
@@ -85,6 +88,16 @@ def test_growing_leaves_text_logits_alone(model: Llama) -> None:
 def test_growing_again_replaces_the_tools(model: Llama) -> None:
     once = with_name_rows(with_name_rows(model, NAMES[:2]), NAMES[2:])
     assert_same(parameters(once), parameters(with_name_rows(model, NAMES[2:])))
+
+
+def test_rows_of_padding_make_no_difference(model: Llama) -> None:
+    config = dataclasses.replace(model.config, padded_vocab_size=256)
+    values = parameters(model)
+    values |= {path: jnp.pad(values[path], ((0, 256 - V), (0, 0))) for path in matrices(model)}
+    padded = with_parameters(abstract_model(lambda: Llama(config, rngs=nnx.Rngs(0))), values)
+    assert_same(parameters(with_name_rows(padded, NAMES)), parameters(with_name_rows(model, NAMES)))
+    with pytest.raises(ValueError, match=f"outside the {V} rows"):
+        with_name_rows(padded, [[V]])
 
 
 def test_parameters_in_bfloat16() -> None:
