@@ -100,9 +100,9 @@ class ToolRetriever:
         order = sorted(range(len(texts)), key=lambda index: len(prompts[index].ids))
         for start in range(0, len(order), self.batch_size):
             rows = order[start : start + self.batch_size]
-            scores, ids = self._rank([prompts[row].ids for row in rows], mask_t, min(k, tools))
+            scores, ranked = self._rank([prompts[row].ids for row in rows], mask_t, min(k, tools))
             log_probs_qk[rows, : scores.shape[1]] = scores[: len(rows)]
-            tools_qk[rows, : ids.shape[1]] = ids[: len(rows)]
+            tools_qk[rows, : ranked.shape[1]] = ranked[: len(rows)]
             if progress is not None:
                 progress(len(rows))
         valid_qk = np.isfinite(log_probs_qk)
