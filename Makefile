@@ -11,7 +11,7 @@ test: lint
 	$(BIN)/python -m pytest -q -m "not slow"
 
 test-long: $(VENV)/.dev-installed
-	$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: this release has none
 
 lint: $(VENV)/.dev-installed
 	$(BIN)/ruff check .

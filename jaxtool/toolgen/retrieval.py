@@ -18,7 +18,7 @@ from jaxtool.data import ChatPrompts
 from jaxtool.models import Llama
 from jaxtool.parallel import einsum, reshard
 
-_BUCKET = 32
+_BUCKET = 16
 
 
 @dataclass(frozen=True, kw_only=True)
