@@ -23,7 +23,7 @@ from tests.tiny_models import CONFIG, TINY_LLAMA, logits, random_model
 V, TOOLS = 264, 11
 WITH_TOOLS = dataclasses.replace(CONFIG, vocab_size=V, num_tools=TOOLS)
 
-# Three lengths, so that brute force compiles three programs; 32 tokens of template and more put them into several buckets.
+# Three lengths, so that brute force compiles three programs; with the template they fall into several buckets.
 TEXTS = [letter * length for length in (30, 3, 12) for letter in "abcdefg"]
 
 
