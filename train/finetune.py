@@ -104,9 +104,7 @@ def main() -> None:
         kept = config.data.max_documents - 1
         catalog = ToolCatalog([dataclasses.replace(tool, documents=tool.documents[:kept]) for tool in catalog])
         left_out = sum(len(tool.documents) for tool in data.catalog) - sum(len(tool.documents) for tool in catalog)
-        say(
-            f"memorization: {left_out:,} further documents of tools left out (data.max_documents)",
-        )
+        say(f"memorization: {left_out:,} further documents of tools left out (data.max_documents)")
     stages = []
     for name, stage in (("memorization", config.memorization), ("retrieval", config.retrieval)):
         if stage.epochs == 0:
