@@ -12,8 +12,12 @@ import importlib.metadata
 import json
 import os
 import platform
+import signal
 import time
 from pathlib import Path
+
+if __name__ == "__main__":  # the imports below take seconds, in which an interrupt shall be one line as well
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
 
 import jax
 import numpy as np
@@ -33,6 +37,7 @@ from jaxtool.evaluation import (
     printable,
     write_report,
 )
+from jaxtool.models import without_lora
 from jaxtool.parallel import AxisRules, make_mesh
 from jaxtool.toolgen import ToolRetriever
 from jaxtool.training import RunDirectory
@@ -79,7 +84,7 @@ def main() -> None:
     for line in dropped:
         say(f"mesh: {line}")
     started = time.monotonic()
-    model = run.restore_model(step, rules, mesh)
+    model = without_lora(run.restore_model(step, rules, mesh))
     prompts = ChatPrompts(
         run.tokenizer(), system_prompt=config.data.system_prompt, max_length=config.data.max_query_tokens
     )

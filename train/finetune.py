@@ -7,12 +7,15 @@ The same command resumes a run that was stopped. `infer/retrieve.py` takes the s
 
 import dataclasses
 import functools
+import os
+import signal
 import time
 
+if __name__ == "__main__":  # the imports below take seconds, in which an interrupt shall be one line as well
+    signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
+
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,12 +27,39 @@ from rich.progress import (
 
 from jaxtool.config import open_console, parse_run, run_parser, run_script, to_yaml
 from jaxtool.data import ChatPrompts, PackedBatches, load_retrieval_set, smollm2
-from jaxtool.models import Llama, abstract_model, parameters, tools_config, with_name_rows, with_parameters
+from jaxtool.models import (
+    LanguageModel,
+    TokenMean,
+    abstract_model,
+    build_model,
+    catalog_change,
+    lora_config,
+    parameters,
+    tools_config,
+    with_catalog,
+    with_lora,
+    with_parameters,
+)
 from jaxtool.parallel import AxisRules, make_mesh
 from jaxtool.toolgen import memorization_samples, retrieval_samples
 from jaxtool.tools import ToolCatalog
-from jaxtool.training import RunDirectory, TrainState, initial_state, make_optimizer, make_train_step, on_mesh
-from jaxtool.weights import load_tokenizer, read_config, read_weights, resolve_model
+from jaxtool.training import (
+    RunDirectory,
+    abstract_state,
+    initial_state,
+    make_optimizer,
+    make_train_step,
+    on_mesh,
+    trained_count,
+)
+from jaxtool.weights import (
+    check_tokenizer_fits,
+    load_tokenizer,
+    read_config,
+    read_tool_ids,
+    read_weights,
+    resolve_model,
+)
 
 
 def main() -> None:
@@ -63,8 +93,11 @@ def main() -> None:
     # ================================================================================================================
     mesh = make_mesh(config.mesh)
     jax.set_mesh(mesh)
+    base = read_config(source)
+    known = check_tokenizer_fits(tokenizer, base, source)
     base = dataclasses.replace(
-        read_config(source),
+        base,
+        text_tokens=0 if known == base.vocab_size else known,  # rows of no token are never predicted
         param_dtype=config.model.param_dtype,
         compute_dtype=config.model.compute_dtype,
         remat=config.model.remat,
@@ -74,22 +107,35 @@ def main() -> None:
         if stage.epochs and base.max_position_embeddings < longest:
             raise ValueError(f"data.{field} {longest} is beyond the model's {base.max_position_embeddings} positions")
     run = RunDirectory(config.run_dir, keep=config.checkpoints.keep)
-    sized = run.start(config, tools_config(base, len(data.catalog)), data.catalog, tokenizer)
+    sized, trainable = tools_config(base, len(data.catalog)), config.trainable
+    if trainable.parameters == "lora":
+        sized = lora_config(
+            sized, rank=trainable.lora_rank, alpha=trainable.lora_alpha, projections=trainable.lora_projections
+        )
+    sized = run.start(config, sized, data.catalog, tokenizer)
     rules, dropped = AxisRules().fit(dict(mesh.shape), sized.axis_sizes)
     for line in dropped:
         say(f"mesh: {line}")
 
     resumed_from = run.last_step()
-    abstract = abstract_model(lambda: Llama(sized, rules, rngs=nnx.Rngs(0)), mesh)
-    model: Llama | None = None
+    abstract = abstract_model(lambda: build_model(sized, rules), mesh)
+    model: LanguageModel | None = None
     if resumed_from is None:
         started = time.monotonic()
         divided = base.rows % mesh.shape["model"] == 0
         plain_config = base if divided else dataclasses.replace(base, padded_vocab_size=sized.rows)
-        plain = abstract_model(lambda: Llama(plain_config, rules, rngs=nnx.Rngs(0)), mesh)
+        plain = abstract_model(lambda: build_model(plain_config, rules), mesh)
         model = with_parameters(plain, read_weights(source, parameters(plain)))
+        # Tools that the model has learned before (an exported run) keep their rows.
+        learned = read_tool_ids(source) if source.is_dir() else {}
+        change = catalog_change(list(learned), [tool.name for tool in data.catalog])
+        if learned:
+            say(f"tools of {source}: {change}")
         names = [tokenizer(" " + tool.name_text(), add_special_tokens=False)["input_ids"] for tool in data.catalog]
-        model = with_name_rows(model, names)
+        model = with_catalog(model, change, TokenMean(token_ids=names))
+        if trainable.parameters == "lora":
+            rank, alpha = sized.lora_rank, sized.lora_alpha
+            model = with_lora(model, rank=rank, alpha=alpha, projections=sized.lora_projections, seed=config.seed)
         count = sum(leaf.size for leaf in parameters(model).values())
         say(
             f"model: {count:,} parameters, {sized.num_tools:,} of {sized.rows:,} rows are tools, "
@@ -168,14 +214,13 @@ def main() -> None:
             continue
         optimizer = make_optimizer(stage.optimizer, batches.steps)
         if model is None and at > begin:
-            shape = TrainState(
-                model=abstract,
-                optimizer_state=jax.eval_shape(optimizer.init, abstract),
-                step=jnp.int32(at - begin),
-            )
-            state = run.restore(at, shape)
+            state = run.restore(at, abstract_state(abstract, optimizer, trainable.parameters, step=at - begin))
         else:
-            state = initial_state(model if model is not None else run.restore_model(at, rules, mesh), optimizer)
+            model = model if model is not None else run.restore_model(at, rules, mesh)
+            state = initial_state(model, optimizer, trainable.parameters)
+        count, trained = (trained_count(state.model, part) for part in ("full", trainable.parameters))
+        moments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.optimizer_state))
+        say(f"{name}: {trained:,} of {count:,} parameters are trained, {moments:,} bytes of optimiser state")
         model = None  # the step takes the state over
         step_function = make_train_step(optimizer, loss_chunk=stage.loss_chunk)
         with Progress(*columns, console=console) as progress:
@@ -215,4 +260,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, interrupted="; the same command resumes from the last checkpoint")

@@ -10,6 +10,7 @@ from jaxtool.config.run_config import (
     OptimizerConfig,
     RunConfig,
     StageConfig,
+    TrainableConfig,
 )
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "OptimizerConfig",
     "RunConfig",
     "StageConfig",
+    "TrainableConfig",
     "open_console",
     "parse_run",
     "run_parser",

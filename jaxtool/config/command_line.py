@@ -1,15 +1,18 @@
 """The command line of every script: `--config FILE` and an option for each field of the config dataclass.
 
-Unknown keys and options are errors, `--print_config` shows the resolved configuration, `--help` lists every field.
+Unknown and repeated keys and unknown options are errors, `--print_config` shows the resolved configuration, `--help`
+lists every field.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+import typing
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ import yaml
 from rich.console import Console
 from rich.logging import RichHandler
 
-from jaxtool.config.run_config import RunConfig
+from jaxtool.config.run_config import RunConfig, StageConfig
+
+_PARSER_MODE = "yaml_unique_keys"
 
 
 def run_parser(description: str) -> jsonargparse.ArgumentParser:
@@ -27,6 +32,7 @@ def run_parser(description: str) -> jsonargparse.ArgumentParser:
         description=description,
         usage="%(prog)s [--config FILE] [--help] [--print_config] [--FIELD VALUE ...]",
         formatter_class=jsonargparse.DefaultHelpFormatter,
+        parser_mode=_PARSER_MODE,
     )
     parser.add_argument("--config", action="config", help="YAML file with fields of the run; later options override it")
     parser.add_class_arguments(RunConfig)
@@ -39,16 +45,61 @@ def parse_run(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | No
     Ends the process with status 2 and a message when an option, key or value is wrong.
     """
     namespace = parser.parse_args(arguments)
-    names = [field.name for field in dataclasses.fields(RunConfig)]
-    for key, value in namespace.items():
-        # jsonargparse lets null pass for a field of any type.
-        if value is None and key.split(".")[0] in names and key != "data.system_prompt":
-            parser.error(f"{key} is null, expected a value")
     try:
-        objects = parser.instantiate(namespace)
-        return RunConfig(**{name: objects[name] for name in names}), objects
+        return _built(RunConfig, namespace), namespace
     except ValueError as error:
         parser.error(str(error))
+
+
+def _built(kind: Any, values: Any, outer: str = "") -> Any:
+    """The dataclass `kind` of parsed values; errors name fields from the outermost one on."""
+    hints, arguments = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        name, value, hint = f"{outer}{field.name}", values[field.name], hints[field.name]
+        nested = dataclasses.is_dataclass(hint)
+        # jsonargparse lets null pass for a field of any type.
+        if value is None and type(None) not in typing.get_args(hint):
+            wanted = "its fields" if nested else "a value"
+            instead = "; a stage is skipped by its field epochs: 0" if hint is StageConfig else ""
+            raise ValueError(f"{name} is null, expected {wanted}{instead}")
+        arguments[field.name] = _built(hint, value, f"{name}.") if nested else value
+    try:
+        return kind(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{outer}{error}") from error
+
+
+def _load(text: str, path: str = "") -> Any:
+    """YAML as jsonargparse reads it, but a repeated key is an error: YAML's own rule is that the last one wins."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    for key, line, before in _repeated_keys(root, set()):
+        place = f"{path}, line {line}" if path else f"line {line}"
+        raise yaml.YAMLError(f"{place}: the key {key!r} is repeated, it was given in line {before} already")
+    value = jsonargparse.get_loader("yaml")(text)
+    if isinstance(value, str) and isinstance(root, yaml.MappingNode) and path:
+        # jsonargparse takes a mapping of nulls for a plain text.
+        value = dict.fromkeys(key.value for key, _ in root.value)
+    return value
+
+
+def _repeated_keys(node: yaml.Node | None, seen: set[int]) -> Iterator[tuple[str, int, int]]:
+    if node is None or id(node) in seen:  # an alias is the node it stands for
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated_keys(item, seen)
+    elif isinstance(node, yaml.MappingNode):
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                yield name, line, lines[name]
+            lines[name] = line
+            yield from _repeated_keys(value, seen)
+
+
+jsonargparse.set_loader(_PARSER_MODE, _load, exceptions=(yaml.YAMLError,))
 
 
 def to_yaml(config: Any) -> str:
@@ -66,11 +117,13 @@ def open_console() -> Console:
     return console
 
 
-def run_script(main: Callable[[], None]) -> None:
+def run_script(main: Callable[[], None], *, interrupted: str = "") -> None:
     """Calls `main`; errors that jaxtool raises end the process with status 1 and their message alone.
 
-    Faults raised elsewhere (a bug, a full disk) keep their traceback.
+    Faults raised elsewhere (a bug, a full disk) keep their traceback. An interrupt (Ctrl-C) ends it with status 130
+    and one line, which goes on with the text `interrupted`.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts have another one while they import
     try:
         main()
     except (ValueError, FileNotFoundError) as error:
@@ -79,7 +132,7 @@ def run_script(main: Callable[[], None]) -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
-        print("interrupted; the same command resumes from the last checkpoint", file=sys.stderr)
+        print(f"interrupted{interrupted}", file=sys.stderr)
         sys.exit(130)
 
 

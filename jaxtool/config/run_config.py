@@ -1,12 +1,20 @@
 """One run as one tree of frozen dataclasses; `configs/*.yaml` map onto it field by field.
 
-Defaults are those of the ToolGen paper where it names them. Values are checked here; reading YAML and the command line
-is in `command_line`.
+Defaults are those of the ToolGen paper where it names them. Values are checked here, and errors begin with the field's
+name; `command_line` reads YAML and options and puts the names of the outer fields before it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+
+# Sizes behind these are slips of the pen: no published run comes near, and they'd be noticed when memory has run out.
+MOST_EPOCHS = 1_000
+MOST_ROWS = 65_536
+MOST_TOKENS = 131_072  # of a row or prompt
+MOST_BATCH_TOKENS = 2**26
+MOST_RANK = 4_096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +50,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "compute_dtype"):
-            _one_of(f"model.{name}", getattr(self, name), ("float32", "bfloat16"))
-        _one_of("model.remat", self.remat, ("elementwise", "full"))
+            _one_of(name, getattr(self, name), ("float32", "bfloat16"))
+        _one_of("remat", self.remat, ("elementwise", "full"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +75,9 @@ class DataConfig:
     max_documents: int = 0
 
     def __post_init__(self) -> None:
-        _at_least("data.max_query_tokens", self.max_query_tokens, 1)
-        _at_least("data.max_document_tokens", self.max_document_tokens, 1)
-        _at_least("data.max_documents", self.max_documents, 0)
+        _within("max_query_tokens", self.max_query_tokens, 1, MOST_TOKENS)
+        _within("max_document_tokens", self.max_document_tokens, 1, MOST_TOKENS)
+        _within("max_documents", self.max_documents, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,16 +105,45 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("learning_rate", "epsilon", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}, expected a positive number")
+        for name in ("learning_rate", "epsilon"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive number")
+        if not self.clip_norm > 0:  # infinity clips nothing
+            raise ValueError(f"clip_norm is {self.clip_norm}, expected a positive number")
         for name in ("warmup_share", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}, expected 0 <= {name} < 1")
+                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 <= {name} < 1")
         if not 0 <= self.final_share <= 1:
-            raise ValueError(f"optimizer.final_share is {self.final_share}, expected 0 to 1")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"optimizer.weight_decay is {self.weight_decay}, expected 0 or more")
+            raise ValueError(f"final_share is {self.final_share}, expected 0 to 1")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay is {self.weight_decay}, expected 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainableConfig:
+    """Which part of the model is trained, in all stages. What is not trained has no optimiser state.
+
+    Attributes:
+        parameters: "full" for all of it; "tool_rows" for the tools' rows of embedding and head alone; "lora" for these
+            rows and low-rank updates of the projections.
+        lora_rank: rank of the updates.
+        lora_alpha: updates are scaled by lora_alpha / lora_rank.
+        lora_projections: projections that have one: query, key, value, output, up, down, and for Llama gate.
+    """
+
+    parameters: str = "full"
+    lora_rank: int = 8
+    lora_alpha: float = 16.0
+    lora_projections: tuple[str, ...] = ("query", "value")
+
+    def __post_init__(self) -> None:
+        _one_of("parameters", self.parameters, ("full", "lora", "tool_rows"))
+        _within("lora_rank", self.lora_rank, 1, MOST_RANK)
+        if not 0 < self.lora_alpha < math.inf:
+            raise ValueError(f"lora_alpha is {self.lora_alpha}, expected a positive number")
+        names = self.lora_projections
+        if not names or len(set(names)) != len(names):
+            raise ValueError(f"lora_projections is {list(names)}, expected different projections, and one at least")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +151,10 @@ class StageConfig:
     """One training stage over one kind of samples.
 
     Attributes:
-        epochs: passes over the samples; 0 skips the stage.
+        epochs: passes over the samples, at most 1,000; 0 skips the stage.
         max_samples: train on this many samples, drawn with the run's seed (0: all).
-        rows: packed rows of a batch, over all devices.
-        row_length: tokens of a row.
+        rows: packed rows of a batch, over all devices; at most 65,536.
+        row_length: tokens of a row, at most 131,072. A batch has at most 2^26 (67 million) tokens.
         loss_chunk: supervised positions of a row whose logits exist at a time (0: all).
         optimizer: optimiser of the stage; it starts afresh in each stage.
     """
@@ -130,14 +167,12 @@ class StageConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("epochs", 0),
-            ("max_samples", 0),
-            ("rows", 1),
-            ("row_length", 2),
-            ("loss_chunk", 0),
-        ):
-            _at_least(f"stage.{name}", getattr(self, name), least)
+        _within("epochs", self.epochs, 0, MOST_EPOCHS)
+        _within("max_samples", self.max_samples, 0)
+        _within("rows", self.rows, 1, MOST_ROWS)
+        _within("row_length", self.row_length, 2, MOST_TOKENS)
+        _within("loss_chunk", self.loss_chunk, 0)
+        _within("rows x row_length", self.rows * self.row_length, 2, MOST_BATCH_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +188,8 @@ class CheckpointConfig:
     keep: int = 1
 
     def __post_init__(self) -> None:
-        _at_least("checkpoints.every_steps", self.every_steps, 0)
-        _at_least("checkpoints.keep", self.keep, 1)
+        _within("every_steps", self.every_steps, 0)
+        _within("keep", self.keep, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +198,8 @@ class EvaluationConfig:
 
     Attributes:
         k: ranked tools per query; 5 is the largest cut of the metrics.
-        batch_size: queries in one prefill, over all devices.
+        batch_size: bounds the memory of a prefill, over all devices: it holds the tokens of this many of the longest
+            queries. At most 65,536, and 2^26 (67 million) tokens with queries of data.max_query_tokens.
         max_queries: evaluate the first this many queries of each part (0: all).
         examples: queries shown with their top tools.
     """
@@ -174,10 +210,10 @@ class EvaluationConfig:
     examples: int = 5
 
     def __post_init__(self) -> None:
-        _at_least("evaluation.k", self.k, 5)
-        _at_least("evaluation.batch_size", self.batch_size, 1)
-        _at_least("evaluation.max_queries", self.max_queries, 0)
-        _at_least("evaluation.examples", self.examples, 0)
+        _within("k", self.k, 5)
+        _within("batch_size", self.batch_size, 1, MOST_ROWS)
+        _within("max_queries", self.max_queries, 0)
+        _within("examples", self.examples, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +226,7 @@ class RunConfig:
         model: the pretrained model.
         data: tools and queries.
         mesh: devices; may differ between the runs that resume one another.
+        trainable: which part of the model is trained.
         memorization: first stage, document to tool.
         retrieval: second stage, query to tools.
         checkpoints: when to save.
@@ -201,6 +238,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    trainable: TrainableConfig = field(default_factory=TrainableConfig)
     memorization: StageConfig = field(default_factory=StageConfig)
     retrieval: StageConfig = field(default_factory=StageConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -209,12 +247,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.run_dir.strip():
             raise ValueError("run_dir is empty, expected a folder")
-        _at_least("seed", self.seed, 0)
+        _within("seed", self.seed, 0)
+        tokens = self.evaluation.batch_size * self.data.max_query_tokens
+        _within("evaluation.batch_size x data.max_query_tokens", tokens, 1, MOST_BATCH_TOKENS)
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} is {value}, expected {least} or more")
+def _within(name: str, value: int, least: int, most: int | None = None) -> None:
+    if value < least or (most is not None and value > most):
+        expected = f"{least} or more" if most is None else f"{least} to {most:,}"
+        raise ValueError(f"{name} is {value}, expected {expected}")
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,7 +1,8 @@
 """Growing and shrinking the vocabulary by tool rows, in the model and in the optimiser state.
 
-Tool i is row `vocab_size + i` of the embedding and of the head; the text tokenizer never learns about it. Rows are
-padded to a multiple of 128 (times the `model` axis), and padding can never be predicted (`Llama.logits`).
+Tool i is row `vocab_size + i` of the embedding, of the head and of its bias; the text tokenizer never learns about it.
+Rows are padded to a multiple of 128 (times the `model` axis), and padding can never be predicted
+(`LanguageModel.logits`). How new rows begin is in `row_initialisation`.
 """
 
 from __future__ import annotations
@@ -11,111 +12,207 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+import optax
 
-from jaxtool.models.llama import VOCABULARY_MULTIPLE, Llama, LlamaConfig, padded_rows
+from jaxtool.models.catalog_change import CatalogChange
+from jaxtool.models.language_model import VOCABULARY_MULTIPLE, LanguageModel, LanguageModelConfig
 from jaxtool.models.parameter_tree import abstract_model, parameters, with_parameters
-from jaxtool.parallel import active_mesh_axes, reshard
+from jaxtool.models.registry import build_model
+from jaxtool.models.row_initialisation import ROW_PARAMETERS, RowInitialiser, TokenMean
+from jaxtool.models.row_programs import moved_rows
+from jaxtool.parallel import active_mesh_axes
 
-ROW_MATRICES = ("embedding_vd", "head_vd")
+
+def with_catalog(
+    model: LanguageModel,
+    change: CatalogChange,
+    initialiser: RowInitialiser | Mapping[str, RowInitialiser] | None = None,
+) -> LanguageModel:
+    """`model` for another catalogue: tools that stay keep their rows bit for bit, wherever they move to.
+
+    Text rows don't change. Rows of removed tools vanish, those of added tools begin as `initialiser` says.
+
+    Args:
+        model: the model; on a mesh, with that mesh active.
+        change: from the model's tools to the new ones.
+        initialiser: one for all row parameters, or one for each of `embedding` and (untied) `head`; the head's bias
+            goes with the head. Not needed when no tool is added.
+
+    Raises:
+        ValueError: the change isn't one of this model's tools, or initialisers are missing or surplus.
+    """
+    if change.old_count != model.config.num_tools:
+        raise ValueError(f"a change of {change.old_count:,} tools, the model has {model.config.num_tools:,}")
+    if not change.added:
+        return _resized(model, change, {})
+    config, values = model.config, parameters(model)
+    chosen = _by_part(initialiser, change, config)
+    rows: dict[str, Any] = {}
+    for path in _row_parameters(values):
+        matrix_vd = values[path] if values[path].ndim == 2 else values[path][:, None]
+        part = chosen["embedding" if path == "embedding_vd" else "head"]
+        rows_td = part.rows(path, matrix_vd, config.text_tokens or config.vocab_size, change)
+        rows[path] = rows_td if values[path].ndim == 2 else rows_td[:, 0]
+    return _resized(model, change, rows)
 
 
-def mean_rows(matrix_vd: jax.Array, token_ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """Mean of the rows of each id list, float32 [T, D].
+def with_name_rows(model: LanguageModel, name_token_ids: Sequence[Sequence[int]]) -> LanguageModel:
+    """`model` with one new row per tool, the mean of its name's token rows, in embedding and (untied) head."""
+    change = CatalogChange.all_new(model.config.num_tools, len(name_token_ids))
+    return with_catalog(model, change, TokenMean(token_ids=name_token_ids))
+
+
+def with_tool_rows(model: LanguageModel, rows: Mapping[str, np.ndarray]) -> LanguageModel:
+    """`model` whose tool rows are `rows[path]` [T, D] ([T] for a bias) for each row parameter.
+
+    Raises:
+        ValueError: a row parameter is missing or surplus, or a shape is not [T, D] with one T for all.
+    """
+    values, d = parameters(model), model.config.hidden_size
+    paths = _row_parameters(values)
+    if sorted(rows) != sorted(paths):
+        raise ValueError(f"tool rows given for {sorted(rows)}, the model has {sorted(paths)}")
+    shapes = {path: tuple(rows[path].shape) for path in paths}
+    if len({shape[:1] for shape in shapes.values()}) != 1 or any(
+        len(shape) != values[path].ndim or shape[1:] != values[path].shape[1:] for path, shape in shapes.items()
+    ):
+        bias = " and [T] for the bias" if "head_bias_v" in paths else ""
+        raise ValueError(f"tool rows have shapes {shapes}, expected one [T, {d}]{bias}")
+    change = CatalogChange.all_new(model.config.num_tools, shapes["embedding_vd"][0])
+    return _resized(model, change, {path: rows[path].astype(values[path].dtype) for path in paths})
+
+
+def without_tool_rows(model: LanguageModel) -> LanguageModel:
+    """`model` with its text rows alone: bit for bit the rows it had before tools were added."""
+    return _resized(model, CatalogChange.all_new(model.config.num_tools, 0), {})
+
+
+def mean_rows(matrix_vd: jax.Array, token_ids: Sequence[Sequence[int]]) -> jax.Array:
+    """Mean of the rows of each id list, [T, D] in the dtype of the matrix.
 
     Raises:
         ValueError: a list is empty or names a row that the matrix lacks.
     """
-    table_vd = np.asarray(matrix_vd.astype(jnp.float32))
-    means_td = np.empty((len(token_ids), table_vd.shape[1]), np.float32)
-    for tool, ids in enumerate(token_ids):
-        if not ids:
-            raise ValueError(f"tool {tool}: its name has no token, a row can't be initialised from nothing")
-        if min(ids) < 0 or max(ids) >= len(table_vd):
-            raise ValueError(f"tool {tool}: token ids {min(ids)} to {max(ids)} are outside the {len(table_vd)} rows")
-        means_td[tool] = table_vd[np.asarray(ids)].mean(axis=0)
-    return means_td
+    change = CatalogChange.all_new(0, len(token_ids))
+    return TokenMean(token_ids=token_ids).rows("embedding_vd", matrix_vd, matrix_vd.shape[0], change)
 
 
-def with_name_rows(model: Llama, name_token_ids: Sequence[Sequence[int]]) -> Llama:
-    """`model` with one row per tool, the mean of its name's token rows, in the embedding and (untied) in the head."""
-    text = model.config.vocab_size
-    matrices = {path: _whole(leaf, model)[:text] for path, leaf in parameters(model).items() if path in ROW_MATRICES}
-    return with_tool_rows(model, {path: mean_rows(leaf, name_token_ids) for path, leaf in matrices.items()})
+def tools_config(config: LanguageModelConfig, num_tools: int) -> LanguageModelConfig:
+    """`config` for `num_tools` tools; rows are padded to 128 x the `model` axis of the active mesh.
 
-
-def with_tool_rows(model: Llama, rows: Mapping[str, np.ndarray]) -> Llama:
-    """`model` whose tool rows are `rows[path]` [T, D] for each row matrix; text rows stay as they are.
-
-    Raises:
-        ValueError: a row matrix is missing or surplus, or its shape is not [T, D] with one T for all.
+    Without tools there is no padding, unless the text rows alone don't divide by that axis.
     """
-    values = parameters(model)
-    paths = [path for path in ROW_MATRICES if path in values]
-    if sorted(rows) != sorted(paths):
-        raise ValueError(f"tool rows given for {sorted(rows)}, the model has {sorted(paths)}")
-    shapes = {path: rows[path].shape for path in paths}
-    if len(set(shapes.values())) != 1 or any(len(s) != 2 or s[1] != model.config.hidden_size for s in shapes.values()):
-        raise ValueError(f"tool rows have shapes {shapes}, expected one [T, {model.config.hidden_size}]")
-    config = tools_config(model.config, next(iter(shapes.values()))[0])
-    for path in paths:
-        text_vd = _whole(values[path], model)[: config.vocab_size]
-        values[path] = _assemble(text_vd, jnp.asarray(rows[path], text_vd.dtype), config, model)
-    return _rebuilt(model, config, values)
+    parts = active_mesh_axes().get("model", 1)
+    if num_tools == 0 and config.vocab_size % parts == 0:
+        return dataclasses.replace(config, num_tools=0, padded_vocab_size=0)
+    rows = -(-(config.vocab_size + num_tools) // (VOCABULARY_MULTIPLE * parts)) * VOCABULARY_MULTIPLE * parts
+    return dataclasses.replace(config, num_tools=num_tools, padded_vocab_size=rows)
 
 
-def without_tool_rows(model: Llama) -> Llama:
-    """`model` with its text rows alone: bit for bit the rows it had before tools were added."""
-    d = model.config.hidden_size
-    none = {path: np.zeros((0, d), np.float32) for path in ROW_MATRICES if path in parameters(model)}
-    return with_tool_rows(model, none)
-
-
-def tools_config(config: LlamaConfig, num_tools: int) -> LlamaConfig:
-    """`config` for `num_tools` tools; rows are padded to 128 x the `model` axis of the active mesh."""
-    rows = padded_rows(config.vocab_size, num_tools, VOCABULARY_MULTIPLE * active_mesh_axes().get("model", 1))
-    return dataclasses.replace(config, num_tools=num_tools, padded_vocab_size=rows if num_tools else 0)
-
-
-def resized_optimizer_state(state: Any, old: LlamaConfig, model: Llama) -> Any:
+def resized_optimizer_state(
+    state: Any, old: LanguageModelConfig, model: LanguageModel, change: CatalogChange | None = None
+) -> Any:
     """Optimiser state for the resized `model`: text rows and surviving tool rows keep their moments, new rows get zero.
 
+    Every tree in the state that has the form of the model is resized, also where leaves are masked
+    (`optax.MaskedNode`) or reduced to one number per row (as in Adafactor), and every mapping with blocks of tool rows
+    (where only these are trained). Anything else stays as it is.
+
     Args:
-        state: optax state over the old model; the moments of `embedding_vd` and `head_vd` are resized.
+        state: optax state over the old model.
         old: config of the model that `state` belongs to.
         model: the resized model.
+        change: the change that resized it; None: tools are known by their ids, the first ones survive.
+
+    Raises:
+        ValueError: `state` doesn't belong to `old`, or `change` doesn't lead from `old` to `model`.
     """
     new = model.config
-    kept = min(old.num_tools, new.num_tools)
+    change = change or CatalogChange.of_counts(old.num_tools, new.num_tools)
+    if (change.old_count, change.new_count) != (old.num_tools, new.num_tools) or old.vocab_size != new.vocab_size:
+        raise ValueError(
+            f"a change from {change.old_count:,} to {change.new_count:,} tools, the models have {old.num_tools:,} and "
+            f"{new.num_tools:,} behind {old.vocab_size:,} and {new.vocab_size:,} text rows"
+        )
+    wanted, block = parameters(model), model.tool_block
+    old_block = dataclasses.replace(block, count=old.num_tools)
+    source_v, source_x = _sources(change, old.vocab_size, new.rows), _sources(change, 0, block.size)
 
-    def resized(moments: Any) -> Any:
-        if not isinstance(moments, Llama):
+    def moved(path: str, moments: Any, rows: int, source: np.ndarray, axis: str | None) -> Any:
+        if path not in ROW_PARAMETERS or not hasattr(moments, "shape"):
             return moments
-        values = parameters(moments)
-        for path in ROW_MATRICES:
-            if path in values:
-                whole_vd = _whole(values[path], model)
-                tools_td = jnp.zeros((new.num_tools, whole_vd.shape[1]), whole_vd.dtype)
-                tools_td = tools_td.at[:kept].set(whole_vd[old.vocab_size : old.vocab_size + kept])
-                values[path] = _assemble(whole_vd[: old.vocab_size], tools_td, new, model)
-        return _rebuilt(moments, new, values)
+        each = wanted[path].shape[1:]
+        if moments.shape not in ((rows, *each), (rows,)):
+            if moments.shape in (each, (1,)):  # reduced over the rows, or a stand-in
+                return moments
+            raise ValueError(f"{path}: optimiser state of shape {list(moments.shape)}, expected {[rows, *each]}")
+        if moments.shape == each:
+            raise ValueError(f"{path}: as many rows as columns, optimiser state of shape [{rows}] may belong to either")
+        same = moments.ndim == 1 + len(each)
+        return moved_rows(moments, source, out=model.rules.spec(axis, *("embed",) * len(each)) if same else None)
 
-    return jax.tree.map(resized, state, is_leaf=lambda node: isinstance(node, Llama))
+    def resized(node: Any) -> Any:
+        if isinstance(node, LanguageModel):
+            leaves = jax.tree.leaves(node, is_leaf=_is_masked)
+            if len(leaves) != len(wanted):
+                raise ValueError(f"optimiser state of {len(leaves)} parameters, the model has {len(wanted)}")
+            pairs = zip(wanted, leaves, strict=True)
+            leaves = [moved(path, leaf, old.rows, source_v, "vocabulary") for path, leaf in pairs]
+            return jax.tree.unflatten(jax.tree.structure(model), leaves)
+        if _is_part(node):
+            axis = block.rows_axis
+            return {path: moved(path, leaf, old_block.size, source_x, axis) for path, leaf in node.items()}
+        return node
+
+    return jax.tree.map(resized, state, is_leaf=lambda node: isinstance(node, LanguageModel) or _is_part(node))
 
 
-def _whole(matrix_vd: jax.Array, model: Llama) -> jax.Array:
-    """The matrix with its vocabulary axis gathered, so that rows can be cut off and appended."""
-    return reshard(matrix_vd, model.rules.spec(None, "embed"))
+def _is_part(node: Any) -> bool:
+    """Whether the node is arrays by path with blocks of tool rows among them."""
+    return isinstance(node, dict) and any(path in node for path in ROW_PARAMETERS)
 
 
-def _assemble(text_vd: jax.Array, tools_td: jax.Array, config: LlamaConfig, model: Llama) -> jax.Array:
-    padding = jnp.zeros((config.rows - config.vocab_size - config.num_tools, text_vd.shape[1]), text_vd.dtype)
-    parts = [_whole(part, model) for part in (text_vd, tools_td, padding) if part.shape[0]]
-    return reshard(jnp.concatenate(parts), model.rules.spec("vocabulary", "embed"))
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
-def _rebuilt(model: Llama, config: LlamaConfig, values: Mapping[str, Any]) -> Llama:
-    resized = abstract_model(lambda: Llama(config, model.rules, rngs=nnx.Rngs(0)))
-    return with_parameters(resized, values, check_dtypes=False)
+def _row_parameters(values: Mapping[str, Any]) -> list[str]:
+    return [path for path in ROW_PARAMETERS if path in values]
+
+
+def _by_part(
+    initialiser: RowInitialiser | Mapping[str, RowInitialiser] | None, change: CatalogChange, c: LanguageModelConfig
+) -> Mapping[str, RowInitialiser]:
+    expected = ("embedding",) if c.tie_word_embeddings else ("embedding", "head")
+    if initialiser is None:
+        raise ValueError(f"{change.added:,} tools are added, expected an initialiser for their rows")
+    if not isinstance(initialiser, Mapping):
+        return dict.fromkeys(expected, initialiser)
+    if sorted(initialiser) != sorted(expected):
+        tie = "tied to the embedding" if c.tie_word_embeddings else "untied and needs rows of its own"
+        raise ValueError(
+            f"initialisers for {', '.join(sorted(initialiser)) or 'nothing'}, expected {' and '.join(expected)}: "
+            f"the head is {tie}"
+        )
+    return initialiser
+
+
+def _sources(change: CatalogChange, first: int, rows: int) -> np.ndarray:
+    """Old row of each of the `rows` new ones, -1 for added tools and padding; tools begin at row `first`. int32 [V]."""
+    source_v = np.full(rows, -1, np.int32)
+    source_v[:first] = np.arange(first)
+    source_v[first : first + change.new_count] = [-1 if source is None else first + source for source in change.sources]
+    return source_v
+
+
+def _resized(model: LanguageModel, change: CatalogChange, rows: Mapping[str, Any]) -> LanguageModel:
+    """`model` after the change, `rows[path]` being those of the added tools."""
+    config, values = tools_config(model.config, change.new_count), parameters(model)
+    source_v = _sources(change, config.vocab_size, config.rows)
+    place_t = config.vocab_size + change.added_ids
+    for path in _row_parameters(values):
+        new = (rows[path], place_t) if path in rows else ()
+        out = model.rules.spec("vocabulary", *("embed",) * (values[path].ndim - 1))
+        values[path] = moved_rows(values[path], source_v, *new, out=out)
+    return with_parameters(abstract_model(lambda: build_model(config, model.rules)), values)

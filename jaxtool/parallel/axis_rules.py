@@ -28,6 +28,7 @@ class AxisRules:
         head_size: width of one head.
         mlp: inner MLP width.
         activation: model width of activations.
+        rank: rank of low-rank updates.
         layer: the stacked layers.
     """
 
@@ -40,6 +41,7 @@ class AxisRules:
     head_size: MeshAxes = None
     mlp: MeshAxes = "model"
     activation: MeshAxes = None
+    rank: MeshAxes = None
     layer: MeshAxes = None
 
     def spec(self, *names: str | None) -> PartitionSpec:

@@ -1,4 +1,4 @@
-"""Retrieval with atomic tool ids: one prefill, the tool rows of the head, `top_k`.
+"""Retrieval with atomic tool ids: one prefill of packed prompts, the tool rows of the head, `top_k`.
 
 For ids of one token this equals the constrained beam search of ToolGen's evaluation (its first step; the second can
 only append the end of the turn) and gives any k. Multi-token ids need the decode engine, not this.
@@ -12,13 +12,28 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtool.data import ChatPrompts
-from jaxtool.models import Llama
+from jaxtool.models import LanguageModel, parameters
 from jaxtool.parallel import einsum, reshard
 
-_BUCKET = 16
+SHORTEST_ROW = 64
+_SHORTEST_PLACE = 8  # tokens; bounds the prompts of a row
+_PAIR_COST = 4  # of a key to a query, in multiplications for each head and its size: two, and the softmax
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prefill:
+    """One forward pass: which prompts lie in which row.
+
+    Attributes:
+        rows: numbers of the prompts of each row.
+        shape: rows and tokens of a row; rows behind the last one given are padding.
+    """
+
+    rows: list[list[int]]
+    shape: tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,22 +56,30 @@ class Retrieved:
 class ToolRetriever:
     """Ranks the tools of a model for texts.
 
+    Prompts of different lengths share rows, so that little of a prefill is padding; segment ids keep them apart, and
+    a query's result is that of its prompt alone. Row lengths are powers of two, and a prefill has batch_size rows or
+    a half, a quarter, ... of them, so that few compiled programs serve all queries.
+
     Args:
-        model: a model with tool rows, its parameters on `mesh`.
+        model: a model with tool rows, its parameters on `mesh`. Its head is read here, once.
         prompts: renders the prompts as in training.
         mesh: the mesh of the model.
-        batch_size: queries in one prefill; must divide by the batch axes of the mesh.
+        batch_size: bounds the memory of a prefill to the tokens of this many prompts as long as the longest of a call
+            (rounded up to a power of two, at least `SHORTEST_ROW`). Shorter prompts give more queries in one prefill,
+            fewer queries a smaller one. Must divide by the batch axes of the mesh.
     """
 
-    def __init__(self, model: Llama, prompts: ChatPrompts, mesh: Mesh, *, batch_size: int = 16) -> None:
+    def __init__(self, model: LanguageModel, prompts: ChatPrompts, mesh: Mesh, *, batch_size: int = 16) -> None:
         if model.config.num_tools == 0:
             raise ValueError("the model has no tool rows, there is nothing to retrieve")
         self.model, self.prompts, self.mesh, self.batch_size = model, prompts, mesh, batch_size
-        parts = NamedSharding(mesh, model.rules.spec("batch", None)).num_devices // mesh.shape["model"]
-        if batch_size < 1 or batch_size % parts:
+        self._parts = NamedSharding(mesh, model.rules.spec("batch", None)).num_devices // mesh.shape["model"]
+        if batch_size < 1 or batch_size % self._parts:
             raise ValueError(
-                f"batch_size {batch_size} is not a positive multiple of the {parts} devices that share a batch"
+                f"batch_size {batch_size} is not a positive multiple of the {self._parts} devices that share a batch"
             )
+        with jax.set_mesh(mesh):
+            self._tools_td, self._bias_t = _tool_head(model)
 
     def retrieve(
         self,
@@ -72,7 +95,7 @@ class ToolRetriever:
             texts: user queries.
             k: places to fill; more than the allowed tools gives invalid places at the end.
             allowed: tool ids to choose from (None: all). Probabilities are relative to them.
-            progress: called with the number of queries of each finished batch.
+            progress: called with the number of queries of each finished prefill.
 
         Raises:
             ValueError: an empty text, k below 1, `allowed` empty or with an unknown id, or scores that aren't finite.
@@ -97,14 +120,16 @@ class ToolRetriever:
 
         tools_qk = np.full((len(texts), k), -1, np.int32)
         log_probs_qk = np.full((len(texts), k), -np.inf, np.float32)
-        order = sorted(range(len(texts)), key=lambda index: len(prompts[index].ids))
-        for start in range(0, len(order), self.batch_size):
-            rows = order[start : start + self.batch_size]
-            scores, ranked = self._rank([prompts[row].ids for row in rows], mask_t, min(k, tools))
-            log_probs_qk[rows, : scores.shape[1]] = scores[: len(rows)]
-            tools_qk[rows, : ranked.shape[1]] = ranked[: len(rows)]
+        for prefill in self._prefills([len(prompt.ids) for prompt in prompts]):
+            queries = [query for row in prefill.rows for query in row]
+            hidden_qd = self._last_hidden(prefill, [prompt.ids for prompt in prompts])
+            for first in range(0, len(queries), self.batch_size):
+                some = queries[first : first + self.batch_size]
+                scores, ranked = self._rank(hidden_qd[first : first + self.batch_size], mask_t, min(k, tools))
+                log_probs_qk[some, : scores.shape[1]] = scores
+                tools_qk[some, : ranked.shape[1]] = ranked
             if progress is not None:
-                progress(len(rows))
+                progress(len(queries))
         valid_qk = np.isfinite(log_probs_qk)
         if not valid_qk[:, 0].all():
             raise ValueError(
@@ -118,39 +143,110 @@ class ToolRetriever:
             cut=sum(prompt.cut > 0 for prompt in prompts),
         )
 
-    def _rank(self, prompts: list[list[int]], mask_t: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        # Lengths are rounded up so that a handful of compiled programs serves all queries.
-        length = -(-max(map(len, prompts)) // _BUCKET) * _BUCKET
-        tokens_bs = np.zeros((self.batch_size, length), np.int32)
-        lengths_b = np.ones(self.batch_size, np.int32)
-        for row, ids in enumerate(prompts):
-            tokens_bs[row, : len(ids)] = ids
-            lengths_b[row] = len(ids)
-        spec = self.model.rules.spec
+    def _prefills(self, lengths: Sequence[int]) -> list[_Prefill]:
+        """Prompts of these lengths in as little work as one of three row lengths gives."""
+        longest = max(lengths, default=1)
+        shortest_row = max(SHORTEST_ROW, 1 << (longest - 1).bit_length())
+        c, weights = self.model.config, parameters(self.model)
+        per_token = sum(leaf.size for path, leaf in weights.items() if path.startswith("blocks.")) / c.num_hidden_layers
+        per_pair = _PAIR_COST * c.num_attention_heads * c.head_dim
+        best: tuple[float, list[_Prefill]] = (np.inf, [])
+        for row_length in (shortest_row, 2 * shortest_row, 4 * shortest_row):
+            most = self.batch_size * shortest_row // row_length // self._parts * self._parts
+            if most == 0:
+                break
+            rows, prefills = _packed(lengths, row_length), []
+            for start in range(0, len(rows), most):
+                members, count = rows[start : start + most], most
+                while count % (2 * self._parts) == 0 and count // 2 >= len(members):
+                    count //= 2
+                prefills.append(_Prefill(rows=members, shape=(count, row_length)))
+            tokens = row_length * sum(prefill.shape[0] for prefill in prefills)
+            best = min(best, (tokens * (per_token + per_pair * row_length), prefills), key=lambda plan: plan[0])
+        return best[1]
+
+    def _last_hidden(self, prefill: _Prefill, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Hidden states [Q, D] at the end of the prompts of `prefill`, in the order of its rows."""
+        rows, length = prefill.shape
+        tokens_bs, positions_bs, segments_bs = (np.zeros((rows, length), np.int32) for _ in range(3))
+        last_bp = np.zeros((rows, length // _SHORTEST_PLACE), np.int32)
+        places = []
+        for row, members in enumerate(prefill.rows):
+            start = 0
+            for segment, number in enumerate(members):
+                end = start + len(prompts[number])
+                tokens_bs[row, start:end] = prompts[number]
+                positions_bs[row, start:end] = np.arange(end - start)
+                segments_bs[row, start:end] = segment + 1
+                last_bp[row, segment] = end - 1
+                places.append((row, segment))
+                start = end
         with jax.set_mesh(self.mesh):
-            tokens = jax.device_put(tokens_bs, NamedSharding(self.mesh, spec("batch", None)))
-            lengths = jax.device_put(lengths_b, NamedSharding(self.mesh, spec("batch")))
-            mask = jax.device_put(mask_t, NamedSharding(self.mesh, spec(None)))
-            scores, ids = _top_tools(self.model, tokens, lengths, mask, k)
-        return np.asarray(scores), np.asarray(ids)
+            batch = NamedSharding(self.mesh, self.model.rules.spec("batch", None))
+            arrays = jax.device_put((tokens_bs, positions_bs, segments_bs, last_bp), batch)
+            hidden_bpd = np.asarray(_hidden_at(self.model, *arrays))
+        return hidden_bpd[tuple(np.array(places).T)]
+
+    def _rank(self, hidden_qd: np.ndarray, mask_t: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities and ids [Q, k] of at most batch_size hidden states [Q, D]."""
+        queries = len(hidden_qd)
+        hidden_bd = np.pad(hidden_qd, ((0, self.batch_size - queries), (0, 0)))
+        rows = self.model.rules.spec("batch", None)
+        with jax.set_mesh(self.mesh):
+            hidden = jax.device_put(hidden_bd, NamedSharding(self.mesh, rows))
+            mask = jax.device_put(mask_t, NamedSharding(self.mesh, PartitionSpec(None)))
+            scores, ids = _top_tools(hidden, self._tools_td, self._bias_t, mask, k, rows)
+        return np.asarray(scores)[:queries], np.asarray(ids)[:queries]
 
 
-@jax.jit(static_argnames="k")
-def _top_tools(
-    model: Llama, tokens_bs: jax.Array, lengths_b: jax.Array, mask_t: jax.Array, k: int
-) -> tuple[jax.Array, jax.Array]:
-    c, spec = model.config, model.rules.spec
-    positions_bs = jnp.broadcast_to(jnp.arange(tokens_bs.shape[1], dtype=jnp.int32), tokens_bs.shape)
-    positions_bs = reshard(positions_bs, spec("batch", None))
-    segment_ids_bs = (positions_bs < lengths_b[:, None]).astype(jnp.int32)
+def _packed(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Rows of at most `row_length` tokens, as numbers of prompts: best fit, the longest prompts first."""
+    rows: list[list[int]] = []
+    with_room: list[list[list[int]]] = [[] for _ in range(row_length + 1)]  # rows by the tokens left in them
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        size = max(lengths[number], _SHORTEST_PLACE)
+        room = next((room for room in range(size, row_length + 1) if with_room[room]), row_length)
+        if with_room[room]:
+            row = with_room[room].pop()
+        else:
+            row = []
+            rows.append(row)
+        row.append(number)
+        with_room[room - size].append(row)
+    return rows
+
+
+@jax.jit
+def _tool_head(model: LanguageModel) -> tuple[jax.Array, jax.Array | None]:
+    return model.tool_head()
+
+
+@jax.jit
+def _hidden_at(
+    model: LanguageModel, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array, at_bp: jax.Array
+) -> jax.Array:
+    """Hidden states [B, P, D] at the given positions of each row, on every device."""
+    spec = model.rules.spec
     hidden_bsd = model(tokens_bs, positions_bs, segment_ids_bs)
-    rows_b = jnp.arange(tokens_bs.shape[0])
-    last_bd = hidden_bsd.at[rows_b, lengths_b - 1].get(out_sharding=spec("batch", "activation"))
-    # Only the tool rows of the head are read, and they are few enough to be gathered: top_k needs whole rows anyway.
-    head_vd = reshard(model.head_rows(), spec(None, None))
-    tools_td = jax.lax.dynamic_slice_in_dim(head_vd, c.vocab_size, c.num_tools).astype(c.compute_dtype)
-    logits_bt = einsum("bd,td->bt", last_bd, tools_td, out=spec("batch", None), result_dtype="float32")
+    rows_b1 = jnp.arange(tokens_bs.shape[0])[:, None]
+    hidden_bpd = hidden_bsd.at[rows_b1, at_bp].get(out_sharding=spec("batch", None, "activation"))
+    return reshard(hidden_bpd, spec(None, None, None))
+
+
+@jax.jit(static_argnames=("k", "rows"))
+def _top_tools(
+    hidden_bd: jax.Array,
+    tools_td: jax.Array,
+    bias_t: jax.Array | None,
+    mask_t: jax.Array,
+    k: int,
+    rows: PartitionSpec,
+) -> tuple[jax.Array, jax.Array]:
+    logits_bt = einsum("bd,td->bt", hidden_bd, tools_td, out=rows, result_dtype="float32")
+    if bias_t is not None:
+        logits_bt += bias_t
     # -inf enters where and the softmax of rows with at least one allowed tool only; float32 keeps ties rare, and top_k
     # breaks those that remain by the lower id.
     log_probs_bt = jax.nn.log_softmax(jnp.where(mask_t, logits_bt, -jnp.inf), axis=-1)
-    return jax.lax.top_k(log_probs_bt, k)
+    scores_bk, ids_bk = jax.lax.top_k(log_probs_bt, k)
+    return reshard(scores_bk, PartitionSpec(None, None)), reshard(ids_bk, PartitionSpec(None, None))

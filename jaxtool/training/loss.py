@@ -10,23 +10,26 @@ import jax
 import jax.numpy as jnp
 
 from jaxtool.data import Batch
-from jaxtool.models import Llama
+from jaxtool.models import LanguageModel, ToolRows
 from jaxtool.parallel import active_mesh_axes
 
 
-def supervised_loss(model: Llama, batch: Batch, *, chunk: int = 0) -> tuple[jax.Array, dict[str, jax.Array]]:
+def supervised_loss(
+    model: LanguageModel, batch: Batch, *, chunk: int = 0, tool_rows: ToolRows | None = None
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Mean cross-entropy -sum_a w_a log p(target_a) over the supervised positions, over the full vocabulary.
 
     Args:
         model: the network.
         batch: packed rows.
         chunk: supervised positions of a row whose logits exist at a time (0: all). Logits take B x chunk x V x 4 bytes.
+        tool_rows: the tool rows of the vocabulary matrices once more, to take the gradient in the matrices' place.
 
     Returns:
         The loss and the metrics `supervised` (number of positions) and `correct` (share of positions whose most
         probable id is one of the targets).
     """
-    hidden_bsd = model(batch.tokens_bs, batch.positions_bs, batch.segment_ids_bs)
+    hidden_bsd = model(batch.tokens_bs, batch.positions_bs, batch.segment_ids_bs, tool_rows=tool_rows)
     hidden_bpd = _at_positions(hidden_bsd, batch.supervised_bp, model)
     weights_bpa = batch.weights_bpa
     pieces = hidden_bpd.shape[1] // chunk if chunk else 1
@@ -34,7 +37,7 @@ def supervised_loss(model: Llama, batch: Batch, *, chunk: int = 0) -> tuple[jax.
         raise ValueError(f"loss chunk {chunk} does not divide the {hidden_bpd.shape[1]} supervised positions of a row")
 
     def piece(hidden_bpd: jax.Array, targets_bpa: jax.Array, weights_bpa: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_bpv = model.logits(hidden_bpd)
+        logits_bpv = model.logits(hidden_bpd, tool_rows=tool_rows)
         log_norm_bp = jax.nn.logsumexp(logits_bpv, axis=-1)
         # The target distribution is compared into being inside the sum: nothing of size V is gathered or scattered, and
         # a vocabulary sharded over devices stays where it is. -inf of padded columns must not meet a weight of 0.
@@ -63,7 +66,7 @@ def supervised_loss(model: Llama, batch: Batch, *, chunk: int = 0) -> tuple[jax.
     return total / count, {"supervised": count, "correct": right / count}
 
 
-def _at_positions(hidden_bsd: jax.Array, positions_bp: jax.Array, model: Llama) -> jax.Array:
+def _at_positions(hidden_bsd: jax.Array, positions_bp: jax.Array, model: LanguageModel) -> jax.Array:
     """hidden_bsd[b, positions_bp[b, p]], with the layout of the batch kept."""
     sharding = model.rules.spec("batch", None, "activation") if active_mesh_axes() else None
     rows_b1 = jnp.arange(hidden_bsd.shape[0])[:, None]

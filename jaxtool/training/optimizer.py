@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
 import optax
 
 from jaxtool.config import OptimizerConfig
+
+_VECTORS = re.compile("norm|bias")
 
 
 def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
@@ -26,9 +29,11 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     """Clipping by global norm, then AdamW on the schedule over `steps`."""
 
     def matrices(model: Any) -> Any:
-        # Stacked norm scales are [L, D]; every matrix under `blocks` has an axis more.
+        # By name: stacked norm scales and biases have as many axes as plain matrices.
         leaves, structure = jax.tree_util.tree_flatten_with_path(model)
-        return jax.tree_util.tree_unflatten(structure, ["norm" not in jax.tree_util.keystr(path) for path, _ in leaves])
+        return jax.tree_util.tree_unflatten(
+            structure, [not _VECTORS.search(jax.tree_util.keystr(path)) for path, _ in leaves]
+        )
 
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),

@@ -1,7 +1,8 @@
 """The folder of a run: what it was asked to do, its checkpoints and its metrics.
 
 A run directory holds all that inference needs (model config, catalogue, tokenizer, checkpoints), so it can be copied to
-another machine. Checkpoints are orbax; everything else is JSON or YAML.
+another machine. Checkpoints are orbax; everything else is JSON or YAML. Where a part of the model is trained, they hold
+that part and its optimiser state; the frozen weights are written once, to `frozen`.
 """
 
 from __future__ import annotations
@@ -10,25 +11,35 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import yaml
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from jaxtool.config import RunConfig, to_yaml
-from jaxtool.models import Llama, LlamaConfig, abstract_model, parameters, with_parameters
+from jaxtool.config import RunConfig, TrainableConfig, to_yaml
+from jaxtool.models import (
+    LanguageModel,
+    LanguageModelConfig,
+    abstract_model,
+    build_model,
+    config_from_json,
+    config_to_json,
+    parameters,
+    with_parameters,
+)
 from jaxtool.parallel import AxisRules
 from jaxtool.tools import ToolCatalog
 from jaxtool.training.step import TrainState
+from jaxtool.training.trainable import factor_paths, trained_part, with_trained_part
 from jaxtool.weights import load_tokenizer, read_json_object
 
 # Fields that decide what is learned. A run can only be resumed with the same ones; the others may change.
-_IDENTITY = ("seed", "model", "data", "memorization", "retrieval")
+_IDENTITY = ("seed", "model", "data", "trainable", "memorization", "retrieval")
 
 
 class RunDirectory:
@@ -48,7 +59,9 @@ class RunDirectory:
 
     # ---- what the run is -------------------------------------------------------------------------------------------
 
-    def start(self, config: RunConfig, model: LlamaConfig, catalog: ToolCatalog, tokenizer: Any) -> LlamaConfig:
+    def start(
+        self, config: RunConfig, model: LanguageModelConfig, catalog: ToolCatalog, tokenizer: Any
+    ) -> LanguageModelConfig:
         """Writes the run's description, or checks that the one of its checkpoints is the same.
 
         The folder is this process's alone until `close` or its end. What a run without a checkpoint left is replaced.
@@ -69,10 +82,12 @@ class RunDirectory:
         elif jax.process_index() == 0:
             for name in ("metrics.jsonl", "samples.json"):
                 (self.path / name).unlink(missing_ok=True)
+            if self._frozen.exists():
+                shutil.rmtree(self._frozen)
         if jax.process_index() == 0:
             catalog.save(self.path / "catalog.jsonl")
             tokenizer.save_pretrained(self.path / "tokenizer")
-            _write(self.path / "model.json", json.dumps(dataclasses.asdict(model), indent=1))
+            _write(self.path / "model.json", json.dumps(config_to_json(model), indent=1))
             _write(self.path / "config.yaml", to_yaml(config))
         return model
 
@@ -112,7 +127,7 @@ class RunDirectory:
         if jax.process_index() == 0:
             _write(path, json.dumps(dict(fingerprints), indent=1))
 
-    def _check_same(self, config: RunConfig, model: LlamaConfig, catalog: ToolCatalog) -> None:
+    def _check_same(self, config: RunConfig, model: LanguageModelConfig, catalog: ToolCatalog) -> None:
         before = self.settings()
         if not before:
             raise ValueError(
@@ -120,6 +135,7 @@ class RunDirectory:
                 "or choose another run_dir"
             )
         now = yaml.safe_load(to_yaml(config))
+        before.setdefault("trainable", yaml.safe_load(to_yaml(TrainableConfig())))  # older runs train everything
         changed = sorted(_differences({k: before.get(k) for k in _IDENTITY}, {k: now[k] for k in _IDENTITY}))
         if changed:
             raise ValueError(
@@ -154,7 +170,7 @@ class RunDirectory:
             raise ValueError(f"{path}: expected the fields of a run, put it back or delete it")
         return settings
 
-    def model_config(self) -> LlamaConfig:
+    def model_config(self) -> LanguageModelConfig:
         """The config of the run's model, tool rows included.
 
         Raises:
@@ -164,8 +180,8 @@ class RunDirectory:
         path = self._existing("model.json")
         fields = read_json_object(path)
         try:
-            return LlamaConfig(**fields)
-        except (TypeError, ValueError, ArithmeticError) as error:
+            return config_from_json(fields)
+        except ValueError as error:
             raise ValueError(f"{path}: not the config of a model ({error})") from error
 
     def catalog(self) -> ToolCatalog:
@@ -188,9 +204,23 @@ class RunDirectory:
 
         Not in the background: the next step takes over (donates) the buffers that would still be read.
         """
-        self._opened().save_checkpointables(
-            step, {"parameters": parameters(state.model), "optimizer": _flat(state.optimizer_state)}, force=True
-        )
+        items = {"optimizer": _flat(state.optimizer_state)}
+        if state.trained == "full":
+            items["parameters"] = parameters(state.model)
+        else:
+            self._save_frozen(state.model)
+            items["trained"] = jax.jit(trained_part, static_argnums=1)(state.model, state.trained)
+        self._opened().save_checkpointables(step, items, force=True)
+
+    def _save_frozen(self, model: LanguageModel) -> None:
+        """Writes what this run never changes, once. A save that was interrupted is begun anew."""
+        with ocp.training.Checkpointer(self._frozen, cleanup_tmp_directories=True) as checkpointer:
+            if checkpointer.latest is None:
+                checkpointer.save_checkpointables(0, {"parameters": _frozen_parameters(model)})
+
+    @property
+    def _frozen(self) -> Path:
+        return self.path / "frozen"
 
     def last_step(self) -> int | None:
         """The newest complete checkpoint; None when there is none. Interrupted saves don't count."""
@@ -211,20 +241,39 @@ class RunDirectory:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or whole)
 
         optimizer = {name: placed(leaf) for name, leaf in _flat(abstract.optimizer_state).items()}
-        wanted = {"parameters": parameters(abstract.model), "optimizer": optimizer}
-        found = self._load(step, wanted)
+        model, found = self._restored(step, abstract.model, abstract.trained, {"optimizer": optimizer})
         leaves, structure = jax.tree_util.tree_flatten_with_path(abstract.optimizer_state)
         optimizer_state = jax.tree_util.tree_unflatten(
             structure, [found["optimizer"][jax.tree_util.keystr(path)] for path, _ in leaves]
         )
-        model = with_parameters(abstract.model, found["parameters"])
-        return TrainState(model=model, optimizer_state=optimizer_state, step=abstract.step)
+        return dataclasses.replace(abstract, model=model, optimizer_state=optimizer_state)
 
-    def restore_model(self, step: int, rules: AxisRules, mesh: Mesh, config: LlamaConfig | None = None) -> Llama:
-        """The model alone of checkpoint `step`, on `mesh`."""
+    def restore_model(
+        self, step: int, rules: AxisRules, mesh: Mesh, config: LanguageModelConfig | None = None
+    ) -> LanguageModel:
+        """The model alone of checkpoint `step`, on `mesh`; low-rank factors stay apart (`without_lora` merges them)."""
         config = config or self.model_config()
-        abstract = abstract_model(lambda: Llama(config, rules, rngs=nnx.Rngs(0)), mesh)
-        return with_parameters(abstract, self._load(step, {"parameters": parameters(abstract)})["parameters"])
+        abstract = abstract_model(lambda: build_model(config, rules), mesh)
+        trained = "full"
+        if (self.path / "checkpoints" / str(step) / "trained").exists():
+            trained = "lora" if config.lora_projections else "tool_rows"
+        with jax.set_mesh(mesh):
+            return self._restored(step, abstract, trained, {})[0]
+
+    def _restored(
+        self, step: int, abstract: LanguageModel, trained: str, others: Mapping[str, Any]
+    ) -> tuple[LanguageModel, dict[str, Any]]:
+        """The model of checkpoint `step`, and `others` of its items."""
+        if trained == "full":
+            found = self._load(step, {"parameters": parameters(abstract), **others})
+            return with_parameters(abstract, found["parameters"]), found
+        part = jax.eval_shape(lambda model: trained_part(model, trained), abstract)
+        found = self._load(step, {"trained": part, **others})
+        frozen = self._load_frozen(_frozen_parameters(abstract))
+        factors = {path: found["trained"][path] for path in factor_paths(abstract)}
+        model = with_parameters(abstract, frozen | factors)
+        rows = {path: value for path, value in found["trained"].items() if path not in factors}
+        return jax.jit(with_trained_part, donate_argnums=0)(model, rows), found
 
     def _load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
         try:
@@ -233,6 +282,20 @@ class RunDirectory:
             raise ValueError(
                 f"{self.path / 'checkpoints' / str(step)}: the checkpoint can't be read ({str(error)[:300]}). "
                 "Delete this folder to fall back on an earlier one"
+            ) from error
+
+    def _load_frozen(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._frozen.is_dir():
+            raise FileNotFoundError(
+                f"{self._frozen} is missing: it holds the weights that were not trained, put it back"
+            )
+        try:
+            with ocp.training.Checkpointer(self._frozen, cleanup_tmp_directories=False) as checkpointer:
+                return checkpointer.load_checkpointables(0, {"parameters": dict(wanted)})["parameters"]
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(
+                f"{self._frozen}: the weights that were not trained can't be read ({str(error)[:300]}). Put the folder "
+                "back, or delete the run to start anew"
             ) from error
 
     def close(self) -> None:
@@ -275,6 +338,12 @@ class RunDirectory:
             if isinstance(record, dict):  # half a line may read as a number
                 records[record.get("step")] = record
         return list(records.values())
+
+
+def _frozen_parameters(model: LanguageModel) -> dict[str, Any]:
+    """All but the low-rank factors. Tool rows are among them as they began: the matrices are stored whole."""
+    factors = factor_paths(model)
+    return {path: leaf for path, leaf in parameters(model).items() if path not in factors}
 
 
 def _flat(tree: Any) -> dict[str, Any]:

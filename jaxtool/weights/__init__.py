@@ -1,11 +1,15 @@
-"""Checkpoints and tokenizers in: Hugging Face folders and GGUF files."""
+"""Checkpoints and tokenizers, in (Hugging Face folders and GGUF files) and out (Hugging Face folders)."""
 
-from jaxtool.weights.gguf_reader import GgufFile, llama_config_from_gguf
-from jaxtool.weights.hf_config import ConfigError, llama_config_from_hf
-from jaxtool.weights.load import plan_weights, read_config, read_weights, resolve_model
+from jaxtool.weights.export import export_model
+from jaxtool.weights.gguf_config import config_from_gguf
+from jaxtool.weights.gguf_reader import GgufFile
+from jaxtool.weights.hf_config import config_from_hf, config_to_hf
+from jaxtool.weights.hf_fields import ConfigError
+from jaxtool.weights.load import generation_folder, plan_weights, read_config, read_weights, resolve_model
 from jaxtool.weights.safetensors_reader import read_json_object
 from jaxtool.weights.tensor_map import WeightPlan, WeightsError
-from jaxtool.weights.tokenizers import TokenizerError, load_tokenizer
+from jaxtool.weights.tokenizers import TokenizerError, check_tokenizer_fits, eos_token_ids, load_tokenizer
+from jaxtool.weights.tool_ids import read_tool_ids
 
 __all__ = [
     "ConfigError",
@@ -13,12 +17,18 @@ __all__ = [
     "TokenizerError",
     "WeightPlan",
     "WeightsError",
-    "llama_config_from_gguf",
-    "llama_config_from_hf",
+    "check_tokenizer_fits",
+    "config_from_gguf",
+    "config_from_hf",
+    "config_to_hf",
+    "eos_token_ids",
+    "export_model",
+    "generation_folder",
     "load_tokenizer",
     "plan_weights",
     "read_config",
     "read_json_object",
+    "read_tool_ids",
     "read_weights",
     "resolve_model",
 ]

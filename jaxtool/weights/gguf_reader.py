@@ -1,21 +1,23 @@
-"""A GGUF file of a Llama model: its metadata as a `LlamaConfig`, its tensors dequantised part by part.
+"""A GGUF file: its metadata as checked values, its tensors in floating point, dequantised part by part.
 
-Which tensor fills which parameter is in `tensor_map`; the vocabulary becomes a tokenizer in `tokenizers`.
+What the metadata say about the network is in `gguf_config`, which tensor fills which parameter in `tensor_map`; the
+vocabulary becomes a tokenizer in `tokenizers`.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import gguf.quants
+import jax.numpy as jnp
 import numpy as np
 
-from jaxtool.models import LlamaConfig
-from jaxtool.weights.hf_config import DEFAULT_ROPE_THETA, ConfigError
-from jaxtool.weights.tensor_map import EMBEDDING, HEAD, FileTensor, TensorRule, WeightsError
+from jaxtool.weights.hf_fields import ConfigError
+from jaxtool.weights.tensor_map import FileTensor, TensorRule, WeightsError
 
 _VERSIONS = (2, 3)
 
@@ -30,27 +32,36 @@ _DAMAGE = (
     RecursionError,
 )
 
-# llama.cpp writes the frequencies of a rescaled rotary embedding as a tensor.
-_SCALED_ROTARY = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# For each architecture whether llama.cpp's rotary embedding pairs neighbouring rows of a head. Its converter reorders
+# the rows of queries and keys for that; Qwen's it leaves as they are.
+ROTARY_INTERLEAVED: Mapping[str, bool] = {"llama": True, "qwen3": False}
 
-# Values at which a field of the llama.* metadata leaves the network as it is; None stands for any.
-_HARMLESS_METADATA: dict[str, Any] = {
-    "rope.scaling.type": "none",
-    "rope.scaling.finetuned": None,
-    "expert_count": 0,
-    "expert_used_count": 0,
+# The divisors of a rescaled rotary embedding, which belong to the config.
+ROTARY_DIVISORS = "rope_freqs.weight"
+
+# Types that numpy holds as they are; all others are blocks of quantised numbers.
+_PLAIN: Mapping[gguf.GGMLQuantizationType, np.dtype] = {
+    gguf.GGMLQuantizationType.F32: np.dtype(np.float32),
+    gguf.GGMLQuantizationType.F16: np.dtype(np.float16),
+    gguf.GGMLQuantizationType.BF16: np.dtype(jnp.bfloat16),
 }
+
+# Numbers that are dequantised at once: numpy needs some 20 bytes for each while it unpacks them.
+_AT_ONCE = 1 << 18
 
 
 class GgufFile:
     """An opened, memory-mapped GGUF file; only metadata and tensor headers are read at once.
 
+    Attributes:
+        source: the file.
+        tensors: all tensors by name, but for the divisors of a rescaled rotary embedding (`rotary_divisors`).
+        readable_dtypes: names of the tensor types that `read` can return.
+
     Raises:
         FileNotFoundError: no such file.
         WeightsError: not GGUF, cut off, or damaged.
     """
-
-    rotary_interleaved = True
 
     def __init__(self, path: Path) -> None:
         self.source = path
@@ -78,17 +89,71 @@ class GgufFile:
                 file=path,
             )
             for name, tensor in self._by_name.items()
+            if name != ROTARY_DIVISORS
         }
-        self.readable_dtypes = frozenset(dtype.name for dtype in gguf.GGMLQuantizationType if _can_dequantise(dtype))
+        self.readable_dtypes = _readable_dtypes()
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the network; metadata fields about it start with `<architecture>.`.
+
+        Raises:
+            ConfigError: missing, or none that is supported.
+        """
+        name: str = self.field("general.architecture", str)
+        if name not in ROTARY_INTERLEAVED:
+            raise ConfigError(
+                f"{self.source}: metadata field 'general.architecture' is {name!r}, "
+                f"expected one of {', '.join(ROTARY_INTERLEAVED)}"
+            )
+        return name
+
+    @property
+    def rotary_interleaved(self) -> bool:
+        """Whether query and key rows are in the order of llama.cpp's interleaved rotary embedding."""
+        return ROTARY_INTERLEAVED[self.architecture]
+
+    @functools.cached_property
+    def rotary_divisors(self) -> np.ndarray | None:
+        """What the rotary frequencies are divided by, float32 [H / 2]; None where the file has no such tensor.
+
+        Raises:
+            WeightsError: of a type that can't be read, or not a vector.
+        """
+        tensor = self._by_name.get(ROTARY_DIVISORS)
+        if tensor is None:
+            return None
+        if tensor.tensor_type.name not in self.readable_dtypes or len(tensor.shape) != 1:
+            raise WeightsError(
+                f"{self.source}: tensor {ROTARY_DIVISORS!r} is {tensor.tensor_type.name}"
+                f"{list(map(int, reversed(tensor.shape)))}, expected a vector in one of "
+                f"{', '.join(sorted(self.readable_dtypes))}"
+            )
+        return self.read(ROTARY_DIVISORS, (slice(0, int(tensor.shape[0])),)).astype(np.float32)
 
     def name_of(self, rule: TensorRule) -> str:
         return rule.gguf
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """That part of a tensor in float32, rows in the file's order; whole rows are dequantised."""
+        """That part of a tensor, rows in the file's order: float16 and bfloat16 as they are, all else in float32.
+
+        Only the rows asked for are dequantised, and of each the blocks that hold the columns asked for.
+        """
         tensor = self._by_name[name]
-        rows = gguf.quants.dequantize(np.ascontiguousarray(tensor.data[index[0]]), tensor.tensor_type)
-        return rows[(slice(None), *index[1:])]
+        if tensor.tensor_type in _PLAIN:
+            return tensor.data.view(_PLAIN[tensor.tensor_type])[index]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+        *outer, last = index
+        first, stop, _ = last.indices(tensor.data.shape[-1] // block_bytes * block)
+        blocks = slice(first // block * block_bytes, -(-stop // block) * block_bytes)
+        columns = slice(first - first // block * block, stop - first // block * block)
+        data = np.atleast_2d(tensor.data[(*outer, blocks)])
+        values = np.empty((*data.shape[:-1], max(stop - first, 0)), np.float32)
+        rows = max(_AT_ONCE // max(data.shape[-1] // block_bytes * block, 1), 1)
+        for row in range(0, len(data) if values.size else 0, rows):
+            part = np.ascontiguousarray(data[row : row + rows])
+            values[row : row + rows] = gguf.quants.dequantize(part, tensor.tensor_type)[..., columns]
+        return values if outer else values[0]
 
     def field(self, name: str, kind: type, default: Any = None) -> Any:
         """A metadata value, checked to be of `kind`; `default` where the file has none.
@@ -102,7 +167,7 @@ class GgufFile:
             return default
         value = self._metadata[name]
         if not isinstance(value, kind) or (isinstance(value, bool) and kind not in (bool, object)):
-            raise ConfigError(f"{self.source}: metadata field {name!r} is {_short(value)}, expected {kind.__name__}")
+            raise ConfigError(f"{self.source}: metadata field {name!r} is {short(value)}, expected {kind.__name__}")
         return value
 
     def field_names(self, prefix: str) -> list[str]:
@@ -129,102 +194,9 @@ class _BoundedReader(gguf.GGUFReader):
         return self._bytes[start:end].view(dtype)
 
 
-def llama_config_from_gguf(file: GgufFile) -> LlamaConfig:
-    """The `LlamaConfig` of a GGUF file. The model is tied where the file has no output matrix.
-
-    Raises:
-        ConfigError: another architecture, a field missing, unknown, of the wrong type or at a value that
-            isn't implemented (rotary scaling, partial rotary, experts, split files).
-    """
-    source = file.source
-    architecture = file.field("general.architecture", str)
-    if architecture != "llama":
-        raise ConfigError(f"{source}: metadata field 'general.architecture' is {architecture!r}, expected 'llama'")
-    if file.field("split.count", int, 1) > 1:
-        raise ConfigError(f"{source}: one of several files of a split model ('split.count'); merge them first")
-    if scaled := [name for name in _SCALED_ROTARY if name in file.tensors]:
-        raise ConfigError(f"{source}: tensor {scaled[0]!r} rescales the rotary embedding, which is not implemented")
-
-    used: set[str] = set()
-
-    def size(name: str, default: int | None = None) -> int:
-        used.add(name)
-        value: int = file.field(f"llama.{name}", int, default)
-        if value <= 0:
-            raise ConfigError(f"{source}: metadata field 'llama.{name}' is {value}, expected a positive whole number")
-        return value
-
-    def number(name: str, default: float | None = None) -> float:
-        used.add(name)
-        # The file holds float32: the shortest decimal that names the same float32 is what the config said.
-        value = float(str(np.float32(file.field(f"llama.{name}", float, default))))
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"{source}: metadata field 'llama.{name}' is {value}, expected a positive number")
-        return value
-
-    hidden_size, num_heads = size("embedding_length"), size("attention.head_count")
-    num_kv_heads = size("attention.head_count_kv", num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(
-            f"{source}: metadata field 'llama.attention.head_count_kv' is {num_kv_heads}, "
-            f"expected a divisor of attention.head_count {num_heads}"
-        )
-    if "llama.attention.key_length" not in file.field_names("llama.") and hidden_size % num_heads:
-        raise ConfigError(
-            f"{source}: metadata field 'llama.embedding_length' is {hidden_size}, expected a multiple of "
-            f"attention.head_count {num_heads}"
-        )
-    head_dim = size("attention.key_length", hidden_size // num_heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if size(name, head_dim) != head_dim:
-            raise ConfigError(
-                f"{source}: metadata field 'llama.{name}' is {size(name)}, only the head size {head_dim} is implemented"
-            )
-    if head_dim % 2:
-        raise ConfigError(f"{source}: head size {head_dim}: rotary embedding needs an even number")
-    config = LlamaConfig(
-        vocab_size=_vocab_size(file, size),
-        hidden_size=hidden_size,
-        intermediate_size=size("feed_forward_length"),
-        num_hidden_layers=size("block_count"),
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        rope_theta=number("rope.freq_base", DEFAULT_ROPE_THETA),
-        rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
-        max_position_embeddings=size("context_length"),
-        tie_word_embeddings=file.name_of(HEAD) not in file.tensors,
-    )
-    _check_whitelist(file, used)
-    return config
-
-
-def _vocab_size(file: GgufFile, size: Any) -> int:
-    """Rows of the embedding; the metadata have to agree."""
-    embedding = file.name_of(EMBEDDING)
-    if embedding not in file.tensors:
-        raise WeightsError(f"{file.source}: tensor {embedding!r} is missing")
-    rows = file.tensors[embedding].shape[0]
-    if size("vocab_size", rows) != rows:
-        raise ConfigError(
-            f"{file.source}: metadata field 'llama.vocab_size' is {size('vocab_size')}, but {embedding} has {rows} rows"
-        )
-    return rows
-
-
-def _check_whitelist(file: GgufFile, used: set[str]) -> None:
-    for field in file.field_names("llama."):
-        name = field.removeprefix("llama.")
-        if name in used:
-            continue
-        value = file.field(field, object)
-        if name not in _HARMLESS_METADATA:
-            raise ConfigError(f"{file.source}: metadata field {field!r} = {_short(value)} is not known to this port")
-        allowed = _HARMLESS_METADATA[name]
-        if allowed is not None and value != allowed:
-            raise ConfigError(
-                f"{file.source}: metadata field {field!r} is {_short(value)}, only {allowed!r} is implemented"
-            )
+@functools.cache
+def _readable_dtypes() -> frozenset[str]:
+    return frozenset(dtype.name for dtype in gguf.GGMLQuantizationType if _can_dequantise(dtype))
 
 
 def _can_dequantise(dtype: gguf.GGMLQuantizationType) -> bool:
@@ -237,6 +209,7 @@ def _can_dequantise(dtype: gguf.GGMLQuantizationType) -> bool:
     return True
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}... ({type(value).__name__})"

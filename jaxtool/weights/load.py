@@ -5,6 +5,7 @@ The formats are in `hf_config`, `safetensors_reader` and `gguf_reader`; building
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -20,18 +21,28 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 
-from jaxtool.models import LlamaConfig
-from jaxtool.weights.gguf_reader import GgufFile, llama_config_from_gguf
-from jaxtool.weights.hf_config import llama_config_from_hf
+from jaxtool.models import LanguageModelConfig
+from jaxtool.weights.gguf_config import config_from_gguf
+from jaxtool.weights.gguf_reader import GgufFile
+from jaxtool.weights.hf_config import config_from_hf
 from jaxtool.weights.safetensors_reader import SafetensorsFolder, read_json_object
 from jaxtool.weights.sharded_read import check_repeated_head, read_parameter
-from jaxtool.weights.tensor_map import TensorFiles, WeightPlan, plan_tensors
+from jaxtool.weights.tensor_map import TensorFiles, WeightPlan, WeightsError, plan_tensors
+from jaxtool.weights.tensor_tables import tensor_rules
+from jaxtool.weights.tool_ids import TOOL_IDS_FILE, read_tool_ids
 
 logger = logging.getLogger(__name__)
 
 # Weights, configs and tokenizers; never pickles.
-HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt")
+HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", TOOL_IDS_FILE)
 
+_NOT_FETCHED = (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    OSError,
+)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -54,21 +65,34 @@ def resolve_model(source: str | Path) -> Path:
     try:
         # Top level only: repositories keep copies in other formats in subfolders.
         folder = huggingface_hub.snapshot_download(source, allow_patterns=list(HUB_PATTERNS), ignore_patterns=["*/*"])
-    except (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        OSError,
-    ) as error:
+    except _NOT_FETCHED as error:
         raise FileNotFoundError(
             f"{source}: no such local folder, and neither fetched from the Hugging Face hub nor in its cache: {error}"
         ) from error
     return Path(folder)
 
 
-def read_config(path: str | Path) -> LlamaConfig:
+def generation_folder(source: str | Path) -> Path | None:
+    """The folder with the generation settings of a pretrained model, for `export_model`; no weights are fetched.
+
+    None for GGUF files, and for what is neither a folder nor on the hub or in its cache.
+    """
+    folder = Path(os.path.expanduser(source))
+    if folder.is_dir():
+        return folder
+    if not isinstance(source, str) or folder.exists() or not _HUB_ID.fullmatch(source):
+        return None
+    try:
+        settings = ["generation_config.json", "config.json"]
+        return Path(huggingface_hub.snapshot_download(source, allow_patterns=settings))
+    except _NOT_FETCHED:
+        return None
+
+
+def read_config(path: str | Path) -> LanguageModelConfig:
     """The config of a model folder (`config.json`) or GGUF file (metadata).
+
+    A folder with `tool_ids.jsonl` (see `export`) has those tools; its `config.json` counts their rows as vocabulary.
 
     Raises:
         FileNotFoundError: no such file.
@@ -77,8 +101,22 @@ def read_config(path: str | Path) -> LlamaConfig:
     """
     path = Path(path)
     if path.is_dir():
-        return llama_config_from_hf(read_json_object(path / "config.json"), str(path / "config.json"))
-    return llama_config_from_gguf(GgufFile(path))
+        config = config_from_hf(read_json_object(path / "config.json"), str(path / "config.json"))
+        return _with_tools(config, path)
+    return config_from_gguf(GgufFile(path))
+
+
+def _with_tools(config: LanguageModelConfig, folder: Path) -> LanguageModelConfig:
+    """The config with text and tool rows told apart, by the folder's table of tools."""
+    rows = list(read_tool_ids(folder).values())
+    if not rows:
+        return config
+    if rows[0] == 0 or rows[-1] != config.vocab_size - 1:
+        raise WeightsError(
+            f"{folder / TOOL_IDS_FILE}: its {len(rows)} tools are rows {rows[0]} to {rows[-1]}, expected the last ones "
+            f"of the {config.vocab_size} rows of config.json, behind at least one of text"
+        )
+    return dataclasses.replace(config, vocab_size=rows[0], num_tools=len(rows))
 
 
 def plan_weights(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> WeightPlan:
@@ -113,9 +151,11 @@ def read_weights(path: str | Path, abstract: Mapping[str, jax.ShapeDtypeStruct])
 
 def _open_and_plan(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[TensorFiles, WeightPlan]:
     files: SafetensorsFolder | GgufFile
+    config: LanguageModelConfig
     if path.is_dir():
         config, files = read_config(path), SafetensorsFolder(path)
     else:
         files = GgufFile(path)
-        config = llama_config_from_gguf(files)
-    return files, plan_tensors(files, abstract, vocab_size=config.vocab_size)
+        config = config_from_gguf(files)
+    rows = config.vocab_size + config.num_tools
+    return files, plan_tensors(files, abstract, vocab_size=rows, rules=tensor_rules(config))

@@ -1,74 +1,176 @@
 """A Hugging Face model folder of safetensors: `model.safetensors`, or an index with its shards.
 
-Opens and checks files and reads parts of tensors by byte range. What the tensors are for is in `tensor_map`.
+Opens and checks files and reads parts of tensors by byte range. The format of one file is in `safetensors_header`,
+what the tensors are for in `tensor_map`.
 """
 
 from __future__ import annotations
 
-import json
+import math
+import os
+import threading
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
+from jaxtool.weights.safetensors_header import (
+    LENGTH_BYTES,
+    NUMPY_DTYPES,
+    StoredTensor,
+    header_length,
+    parse_header,
+    parse_json_object,
+)
 from jaxtool.weights.tensor_map import FileTensor, TensorRule, WeightsError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+# Between two runs of wanted bytes, what is read and thrown away rather than skipped. Linux reads ahead 128 KiB, so
+# that skipping less saves nothing on a disk: half of each 4 KiB row took 9 times longer run by run than whole.
+READ_THROUGH_BYTES = 128 * 1024
+# Rows that are read whole pass through a buffer of this size.
+BUFFER_BYTES = 1024 * 1024
+
 
 class SafetensorsFolder:
-    """The opened safetensors of a model folder. Files are memory-mapped: opening reads headers only.
+    """The opened safetensors of a model folder. Opening reads headers only; nothing is memory-mapped.
+
+    The files stay open while the object lives, so that a checkpoint replaced meanwhile is never read half and half.
+    `read` may be called from several threads.
+
+    Attributes:
+        source: the folder.
+        tensors: all tensors by name.
+        bytes_read: bytes of tensor data read so far.
 
     Raises:
         FileNotFoundError: the folder or a shard doesn't exist.
         WeightsError: no safetensors there, a file is damaged, or the index contradicts folder or shards.
     """
 
-    readable_dtypes = frozenset({"F16", "BF16", "F32"})
+    readable_dtypes = frozenset(NUMPY_DTYPES)
     rotary_interleaved = False
 
     def __init__(self, folder: Path) -> None:
         self.source = folder
-        self._handles: dict[Path, Any] = {}
         self.tensors: dict[str, FileTensor] = {}
-        listed = _listed_tensors(folder)
-        for file, names in listed.items():
-            handle = self._open(file)
-            held = set(handle.keys())
-            if names is not None and held != names:
+        self.bytes_read = 0
+        self._counting = threading.Lock()
+        self._stored: dict[str, StoredTensor] = {}
+        self._descriptors: dict[Path, int] = {}
+        weakref.finalize(self, _close, self._descriptors)
+        for file, names in _listed_tensors(folder).items():
+            stored = self._open(file)
+            if names is not None and stored.keys() != names:
                 raise WeightsError(
                     f"{folder / INDEX_FILE}: disagrees with {file.name}: listed but not there "
-                    f"{_some(names - held)}; there but not listed {_some(held - names)}"
+                    f"{_some(names - stored.keys())}; there but not listed {_some(stored.keys() - names)}"
                 )
-            for name in sorted(held):
-                part = handle.get_slice(name)
-                self.tensors[name] = FileTensor(shape=tuple(part.get_shape()), dtype=part.get_dtype(), file=file)
+            self._stored |= stored
+            for name, tensor in sorted(stored.items()):
+                self.tensors[name] = FileTensor(shape=tensor.shape, dtype=tensor.dtype, file=file)
 
     def name_of(self, rule: TensorRule) -> str:
         return rule.hf
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """That part of a tensor; only its bytes are read. An index must cut out at least one element."""
-        tensor = self.tensors[name]
-        try:
-            part: np.ndarray = self._handles[tensor.file].get_slice(name)[index]
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{tensor.file}: can't read tensor {name}: {error}") from error
-        return part
+        """That part of a tensor, one slice with step 1 for each dimension, in the file's dtype.
 
-    def _open(self, file: Path) -> Any:
-        if not file.is_file():
-            raise FileNotFoundError(f"{file}: no such file, though {INDEX_FILE} lists it")
-        try:
-            self._handles[file] = safe_open(file, framework="numpy")
-        except (SafetensorError, OSError, ValueError) as error:
+        Of the file, the runs of bytes that the index cuts out are read, and the bytes between two runs where they
+        are fewer than `READ_THROUGH_BYTES`. Beside the result, 1 MiB is held.
+
+        Raises:
+            WeightsError: the tensor's dtype can't be read, or the file can't.
+        """
+        tensor, file = self._stored[name], self.tensors[name].file
+        if tensor.dtype not in NUMPY_DTYPES:
             raise WeightsError(
-                f"{file}: not a whole safetensors file ({file.stat().st_size} bytes): {error}"
-            ) from error
-        return self._handles[file]
+                f"{file}: can't read tensor {name}: its dtype is {tensor.dtype}, expected one of "
+                f"{', '.join(sorted(NUMPY_DTYPES))}"
+            )
+        dtype = NUMPY_DTYPES[tensor.dtype]
+        ranges = [part.indices(size) for part, size in zip(index, tensor.shape, strict=True)]
+        if any(step != 1 for _, _, step in ranges):
+            raise ValueError(f"tensor {name}: index {index} has a step, expected plain slices")
+        result = np.empty([max(stop - start, 0) for start, stop, _ in ranges], dtype)
+        if result.size == 0:
+            return result
+
+        # Dimensions that are taken whole join the one before them: what is left is runs of bytes, `stride` apart.
+        cut = max((axis for axis, size in enumerate(tensor.shape) if result.shape[axis] < size), default=0)
+        strides = [dtype.itemsize * math.prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape))]
+        offset = tensor.start + sum(start * stride for (start, _, _), stride in zip(ranges, strides, strict=True))
+        outer, rows = result.shape[: max(cut - 1, 0)], result.shape[max(cut - 1, 0) : cut]
+        runs = result.reshape(-1).view(np.uint8).reshape(*outer, math.prod(rows), -1)
+        source = _Source(self._descriptors[file], f"{file}: can't read tensor {name}")
+        for place in np.ndindex(*outer):
+            first = offset + sum(i * stride for i, stride in zip(place, strides, strict=False))
+            source.read_runs(first, strides[cut - 1] if cut else 0, runs[place])
+        with self._counting:
+            self.bytes_read += source.bytes_read
+        return result
+
+    def _open(self, file: Path) -> dict[str, StoredTensor]:
+        try:
+            if not file.is_file():
+                raise FileNotFoundError(f"{file}: no such file, though {INDEX_FILE} lists it")
+            descriptor = self._descriptors[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+            size = os.fstat(descriptor).st_size
+            where = f"{file}: not a whole safetensors file ({size} bytes)"
+            length = os.pread(descriptor, LENGTH_BYTES, 0)
+            header = os.pread(descriptor, header_length(length, size, where), LENGTH_BYTES)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise WeightsError(f"{file}: can't be opened: {error}") from error
+        return parse_header(length, header, size, where)
+
+
+class _Source:
+    """Reads of one tensor: an open file and how every message begins."""
+
+    def __init__(self, descriptor: int, where: str) -> None:
+        self._descriptor = descriptor
+        self._where = where
+        self.bytes_read = 0
+
+    def read_runs(self, offset: int, stride: int, runs: np.ndarray) -> None:
+        """Fills uint8 [rows, run]; row i lies `stride * i` bytes behind the offset."""
+        rows, run = runs.shape
+        held = BUFFER_BYTES // max(stride, 1)
+        if rows == 1 or held < 2 or stride - run >= READ_THROUGH_BYTES:
+            for row in range(rows):
+                self._read(offset + row * stride, runs[row])
+            return
+        buffer = np.empty(min(held, rows) * stride, np.uint8)
+        for row in range(0, rows, held):
+            count = min(held, rows - row)
+            self._read(offset + row * stride, buffer[: (count - 1) * stride + run])
+            runs[row : row + count] = buffer[: count * stride].reshape(count, stride)[:, :run]
+
+    def _read(self, offset: int, into: np.ndarray) -> None:
+        view, done = into.data, 0
+        while done < len(view):
+            try:
+                count = os.preadv(self._descriptor, [view[done:]], offset + done)
+            except OSError as error:
+                raise WeightsError(f"{self._where}: {error}") from error
+            if count == 0:
+                raise WeightsError(
+                    f"{self._where}: the file ends at byte {offset + done}, expected {len(view) - done} more; "
+                    "it has been cut off since it was opened"
+                )
+            done += count
+        self.bytes_read += done
+
+
+def _close(descriptors: dict[Path, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def _listed_tensors(folder: Path) -> dict[Path, set[str] | None]:
@@ -127,24 +229,9 @@ def read_json_object(path: Path) -> Mapping[str, Any]:
         FileNotFoundError: no such file.
         WeightsError: not UTF-8, not JSON, not an object, or an object that has a key twice.
     """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise WeightsError(f"{path}: key {key!r} appears twice in one object")
-            found[key] = value
-        return found
-
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise WeightsError(f"{path}: not a JSON file: {error}") from error
-    if not isinstance(content, dict):
-        raise WeightsError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
+    return parse_json_object(path.read_bytes(), str(path))
 
 
 def _some(names: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
-"""Which tensor of a checkpoint fills which parameter, as data, and the check that each maps exactly once.
+"""The rules that say which tensor fills which parameter, and the check that each maps exactly once.
 
-Reading bytes is in `safetensors_reader` and `gguf_reader`, cutting out what a device needs in `sharded_read`.
+The tables of the ports are in `tensor_tables`. Reading bytes is in `safetensors_reader` and `gguf_reader`, cutting
+out what a device needs in `sharded_read`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ import numpy as np
 
 LISTED = 20
 
-# Old transformers checkpoints store the rotary frequencies, which follow from the config.
-HARMLESS_TENSORS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+EMBEDDING_PATH = "embedding_vd"
+HEAD_PATH = "head_vd"
+
+# Old transformers checkpoints store the rotary frequencies and causal masks, which follow from the config.
+HARMLESS_TENSORS = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|transformer\.h\.\d+\.attn\.(masked_)?bias"
+)
 
 
 class WeightsError(ValueError):
@@ -33,7 +39,7 @@ class TensorRule:
     Attributes:
         path: dotted path of the parameter; under `blocks.` its first axis is the layer.
         hf: name in Hugging Face checkpoints, `{layer}` standing for the layer's number.
-        gguf: name in GGUF files, likewise.
+        gguf: name in GGUF files, likewise; empty where the format has no such model.
         axes: for each dimension of the file's tensor the parameter axes that it merges, outermost first; the
             layer axis isn't counted. `((1, 2), (0,))`: the file's [N*H, D] is the parameter's [D, N, H].
         rotary: GGUF files keep the rows of each head interleaved for llama.cpp's rotary embedding.
@@ -42,7 +48,7 @@ class TensorRule:
 
     path: str
     hf: str
-    gguf: str
+    gguf: str = ""
     axes: tuple[tuple[int, ...], ...]
     rotary: bool = False
     vocabulary: bool = False
@@ -50,79 +56,6 @@ class TensorRule:
     @property
     def stacked(self) -> bool:
         return "{layer}" in self.hf
-
-
-_LAYER = "model.layers.{layer}."
-EMBEDDING = TensorRule(
-    path="embedding_vd",
-    hf="model.embed_tokens.weight",
-    gguf="token_embd.weight",
-    axes=((0,), (1,)),
-    vocabulary=True,
-)
-HEAD = TensorRule(path="head_vd", hf="lm_head.weight", gguf="output.weight", axes=((0,), (1,)), vocabulary=True)
-
-LLAMA_TENSORS: tuple[TensorRule, ...] = (
-    EMBEDDING,
-    TensorRule(
-        path="blocks.attention_norm_d",
-        hf=_LAYER + "input_layernorm.weight",
-        gguf="blk.{layer}.attn_norm.weight",
-        axes=((0,),),
-    ),
-    TensorRule(
-        path="blocks.query_dnh",
-        hf=_LAYER + "self_attn.q_proj.weight",
-        gguf="blk.{layer}.attn_q.weight",
-        axes=((1, 2), (0,)),
-        rotary=True,
-    ),
-    TensorRule(
-        path="blocks.key_dkh",
-        hf=_LAYER + "self_attn.k_proj.weight",
-        gguf="blk.{layer}.attn_k.weight",
-        axes=((1, 2), (0,)),
-        rotary=True,
-    ),
-    TensorRule(
-        path="blocks.value_dkh",
-        hf=_LAYER + "self_attn.v_proj.weight",
-        gguf="blk.{layer}.attn_v.weight",
-        axes=((1, 2), (0,)),
-    ),
-    TensorRule(
-        path="blocks.output_nhd",
-        hf=_LAYER + "self_attn.o_proj.weight",
-        gguf="blk.{layer}.attn_output.weight",
-        axes=((2,), (0, 1)),
-    ),
-    TensorRule(
-        path="blocks.mlp_norm_d",
-        hf=_LAYER + "post_attention_layernorm.weight",
-        gguf="blk.{layer}.ffn_norm.weight",
-        axes=((0,),),
-    ),
-    TensorRule(
-        path="blocks.gate_df",
-        hf=_LAYER + "mlp.gate_proj.weight",
-        gguf="blk.{layer}.ffn_gate.weight",
-        axes=((1,), (0,)),
-    ),
-    TensorRule(
-        path="blocks.up_df",
-        hf=_LAYER + "mlp.up_proj.weight",
-        gguf="blk.{layer}.ffn_up.weight",
-        axes=((1,), (0,)),
-    ),
-    TensorRule(
-        path="blocks.down_fd",
-        hf=_LAYER + "mlp.down_proj.weight",
-        gguf="blk.{layer}.ffn_down.weight",
-        axes=((1,), (0,)),
-    ),
-    TensorRule(path="final_norm_d", hf="model.norm.weight", gguf="output_norm.weight", axes=((0,),)),
-    HEAD,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +122,7 @@ def plan_tensors(
     abstract: Mapping[str, jax.ShapeDtypeStruct],
     *,
     vocab_size: int,
-    rules: tuple[TensorRule, ...] = LLAMA_TENSORS,
+    rules: tuple[TensorRule, ...],
 ) -> WeightPlan:
     """Assigns every tensor of the checkpoint to a parameter; no tensor data is read.
 
@@ -199,7 +132,7 @@ def plan_tensors(
     Args:
         files: the opened checkpoint.
         abstract: parameters by dotted path, floating point.
-        vocab_size: text rows of embedding and head, from the checkpoint's config.
+        vocab_size: rows of embedding and head in the checkpoint: text rows, and tool rows where it has any.
         rules: the table.
 
     Raises:
@@ -207,8 +140,8 @@ def plan_tensors(
             be read (20 of each kind, and their number).
     """
     by_path = {rule.path: rule for rule in rules}
-    tied = HEAD.path not in abstract
-    _check_tree(files.source, abstract, by_path, tied)
+    tied = HEAD_PATH not in abstract
+    check_tree(files.source, abstract, by_path, tied)
 
     parameters: list[PlannedParameter] = []
     notes: list[str] = []
@@ -220,21 +153,23 @@ def plan_tensors(
         template = files.name_of(rule)
         layers = leaf.shape[0] if rule.stacked else 1
         names = tuple(template.replace("{layer}", str(layer)) for layer in range(layers))
-        shape = _file_shape(rule, leaf, vocab_size, files.source)
+        shape = file_shape(rule, leaf, vocab_size, files.source)
         expected |= dict.fromkeys(names, shape)
         parameters.append(PlannedParameter(rule=rule, leaf=leaf, names=names))
         if rule.vocabulary and leaf.shape[0] > vocab_size:
-            notes.append(f"{path}: {leaf.shape[0] - vocab_size} rows behind the {vocab_size} text rows are zero")
+            notes.append(f"{path}: {leaf.shape[0] - vocab_size} rows behind the {vocab_size} of the file are zero")
 
     surplus = files.tensors.keys() - expected.keys()
     harmless = sorted(name for name in surplus if HARMLESS_TENSORS.fullmatch(name))
     surplus -= set(harmless)
     if harmless:
-        notes.append(f"{files.source}: {len(harmless)} tensors of rotary frequencies not read: {_listed(harmless)}")
-    repeated_head = files.name_of(HEAD)
+        notes.append(
+            f"{files.source}: {len(harmless)} tensors that follow from the config not read: {_listed(harmless)}"
+        )
+    repeated_head = files.name_of(by_path[HEAD_PATH])
     if tied and repeated_head in surplus:
         surplus.remove(repeated_head)
-        expected[repeated_head] = expected[files.name_of(EMBEDDING)]
+        expected[repeated_head] = expected[files.name_of(by_path[EMBEDDING_PATH])]
         notes.append(f"{files.source}: {repeated_head} repeats the tied embedding and is not read twice")
     _check_tensors(files, expected, surplus)
     return WeightPlan(
@@ -244,11 +179,12 @@ def plan_tensors(
     )
 
 
-def _check_tree(
+def check_tree(
     source: Path, abstract: Mapping[str, jax.ShapeDtypeStruct], by_path: Mapping[str, TensorRule], tied: bool
 ) -> None:
+    """Raises WeightsError where a model has other parameters than the table, or one of another rank or kind."""
     unknown = sorted(abstract.keys() - by_path.keys())
-    absent = sorted(by_path.keys() - abstract.keys() - ({HEAD.path} if tied else set()))
+    absent = sorted(by_path.keys() - abstract.keys() - ({HEAD_PATH} if tied else set()))
     if unknown or absent:
         raise WeightsError(
             f"{source}: the model's parameters are not those of the tensor table: "
@@ -263,7 +199,12 @@ def _check_tree(
             )
 
 
-def _file_shape(rule: TensorRule, leaf: jax.ShapeDtypeStruct, vocab_size: int, source: Path) -> tuple[int, ...]:
+def file_shape(rule: TensorRule, leaf: jax.ShapeDtypeStruct, vocab_size: int, source: Path) -> tuple[int, ...]:
+    """The shape of the tensor (of each tensor, where there is one for each layer) that the parameter `leaf` fills.
+
+    Raises:
+        WeightsError: the parameter has fewer rows than the vocabulary.
+    """
     shape = tuple(leaf.shape[1:] if rule.stacked else leaf.shape)
     if rule.vocabulary:
         if shape[0] < vocab_size:

@@ -1,5 +1,6 @@
 """The command line: unknown names are errors, what is printed can be read back, values are checked."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -55,15 +56,21 @@ def test_there_are_shipped_configs() -> None:
         (["--nope", "1"], "--nope"),
         (["--retrieval.nope", "1"], "nope"),
         (["--retrieval.epochs", "many"], "epochs"),
-        (["--retrieval.epochs", "-1"], "epochs is -1"),
-        (["--retrieval.optimizer.learning_rate", "0"], "learning_rate is 0"),
-        (["--retrieval.optimizer.beta2", "1"], "beta2 is 1"),
-        (["--model.compute_dtype", "float16"], "float16"),
-        (["--model.remat", "some"], "remat"),
+        (["--retrieval.epochs", "-1"], "error: retrieval.epochs is -1"),
+        (["--memorization.rows", "0"], "error: memorization.rows is 0, expected 1 to 65,536"),
+        (["--memorization", "{rows: 0}"], "error: memorization.rows is 0"),
+        (["--retrieval.optimizer.learning_rate", "0"], "error: retrieval.optimizer.learning_rate is 0"),
+        (["--memorization.optimizer.learning_rate", ".inf"], "error: memorization.optimizer.learning_rate is inf"),
+        (["--retrieval.optimizer.clip_norm", ".nan"], "error: retrieval.optimizer.clip_norm is nan"),
+        (["--memorization.optimizer.beta2", "1"], "error: memorization.optimizer.beta2 is 1"),
+        (["--data.max_documents", "-1"], "error: data.max_documents is -1"),
+        (["--checkpoints.keep", "0"], "error: checkpoints.keep is 0"),
+        (["--model.compute_dtype", "float16"], "error: model.compute_dtype is 'float16'"),
+        (["--model.remat", "some"], "error: model.remat is 'some'"),
         (["--evaluation.k", "3"], "evaluation.k is 3"),
         (["--run_dir", " "], "run_dir"),
         (["--seed", "-1"], "seed is -1"),
-        (["--retrieval.optimizer.weight_decay", "nan"], "weight_decay"),
+        (["--retrieval.optimizer.weight_decay", ".nan"], "weight_decay is nan"),
         (["--config", "absent.yaml"], "absent.yaml"),
     ],
 )
@@ -75,8 +82,95 @@ def test_errors_name_the_field(arguments: list[str], said: str, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    "text", ["nope: 1\n", "retrieval:\n  nope: 1\n", "- 1\n", "retrieval: [\n", "run_dir: ~\n", "data: ~\n"]
+    ("arguments", "said"),
+    [
+        (["--memorization.rows", "1000000000"], "memorization.rows is 1000000000, expected 1 to 65,536"),
+        (["--retrieval.row_length", "1000000000"], "retrieval.row_length is 1000000000, expected 2 to 131,072"),
+        (["--retrieval.rows", "60000", "--retrieval.row_length", "60000"], "retrieval.rows x row_length is 3600000000"),
+        (["--retrieval.epochs", "1000000000"], "retrieval.epochs is 1000000000, expected 0 to 1,000"),
+        (["--evaluation.batch_size", "1000000000"], "evaluation.batch_size is 1000000000, expected 1 to 65,536"),
+        (["--data.max_query_tokens", "1000000000"], "data.max_query_tokens is 1000000000, expected 1 to 131,072"),
+        (["--data.max_document_tokens", "1000000000"], "data.max_document_tokens is 1000000000"),
+        (
+            ["--evaluation.batch_size", "60000", "--data.max_query_tokens", "60000"],
+            "evaluation.batch_size x data.max_query_tokens is 3600000000, expected 1 to 67,108,864",
+        ),
+    ],
 )
+def test_sizes_that_no_memory_holds(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(*arguments)
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_large_jobs_are_let_through() -> None:
+    arguments = ["--retrieval.rows", "8192", "--retrieval.row_length", "8192", "--evaluation.batch_size", "16384"]
+    config = parse(*arguments, "--data.max_query_tokens", "4096", "--retrieval.optimizer.clip_norm", ".inf")
+    assert config.retrieval.rows * config.retrieval.row_length == 2**26
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "seed: 1\nrun_dir: x\nseed: 2\n",
+            "run.yaml, line 3: the key 'seed' is repeated, it was given in line 1 already",
+        ),
+        ("retrieval:\n  rows: 1\n  rows: 1\n", "run.yaml, line 3: the key 'rows' is repeated"),
+        ("retrieval: {optimizer: {beta1: 0.5,\n beta1: 0.6}}\n", "run.yaml, line 2: the key 'beta1' is repeated"),
+        ("memorization: {}\nretrieval: {}\nmemorization: {}\n", "run.yaml, line 3: the key 'memorization' is repeated"),
+    ],
+)
+def test_repeated_keys(tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        parse("--config", str(file))
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_repeated_key_in_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--retrieval", "{rows: 1, rows: 2}")
+    assert "the key 'rows' is repeated" in capsys.readouterr().err
+
+
+def test_the_same_key_in_several_places_is_not_repeated(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("memorization: &stage {rows: 3, optimizer: {beta1: 0.5}}\nretrieval: *stage\n")
+    config = parse("--config", str(file))
+    assert config.memorization == config.retrieval and config.retrieval.optimizer.beta1 == 0.5
+    file.write_text("memorization: &stage {rows: 3, epochs: 2}\nretrieval: {<<: *stage, rows: 4}\n")
+    config = parse("--config", str(file))
+    assert (config.memorization.rows, config.retrieval.rows, config.retrieval.epochs) == (3, 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "memorization: null\n",
+            "memorization is null, expected its fields; a stage is skipped by its field epochs: 0",
+        ),
+        ("retrieval:\nseed: 1\n", "retrieval is null, expected its fields; a stage is skipped by its field epochs: 0"),
+        ("data: ~\n", "data is null, expected its fields\n"),
+        ("retrieval: {optimizer: null}\n", "retrieval.optimizer is null, expected its fields\n"),
+        ("retrieval: {optimizer: {beta1: null}}\n", "retrieval.optimizer.beta1 is null, expected a value\n"),
+        ("run_dir: ~\n", "run_dir is null, expected a value\n"),
+    ],
+)
+def test_null_is_no_value(tmp_path: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as end:
+        parse("--config", str(file))
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["nope: 1\n", "retrieval:\n  nope: 1\n", "- 1\n", "retrieval: [\n"])
 def test_bad_files(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
@@ -99,6 +193,16 @@ def test_own_errors_are_one_line_and_foreign_ones_keep_their_traceback(capsys: p
     with pytest.raises(SystemExit) as end:
         run_script(lambda: StageConfig(rows=0) and None)
     assert end.value.code == 1
-    assert capsys.readouterr().err == "error: stage.rows is 0, expected 1 or more\n"
+    assert capsys.readouterr().err == "error: rows is 0, expected 1 to 65,536\n"
     with pytest.raises(ValueError, match="invalid literal"):
         run_script(lambda: int("x") and None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [({}, "interrupted\n"), ({"interrupted": "; come again"}, "interrupted; come again\n")]
+)
+def test_an_interrupt_is_one_line(words: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_script(lambda: signal.raise_signal(signal.SIGINT), **words)
+    assert end.value.code == 130
+    assert capsys.readouterr().err == said

@@ -11,6 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
 from tests.scripts.tiny_world import ROOT, environment
 
 DRIVER = """
@@ -31,6 +35,27 @@ def run(script, options):
     return status, out.getvalue(), err.getvalue()
 
 json.dump([run(*command) for command in json.load(sys.stdin)], sys.stdout)
+"""
+# Runs the script named second. When the package named first is imported (or, with RunDirectory, when one is made) the
+# process gets the signal of Ctrl-C.
+INTERRUPTED = """
+import os, runpy, signal, sys
+where, script, sys.argv = sys.argv[1], sys.argv[2], sys.argv[2:]
+
+def interrupt(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == where:
+            interrupt()
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if where == "RunDirectory":
+    from jaxtool.training import RunDirectory
+    RunDirectory.__init__ = interrupt
+sys.meta_path.insert(0, Finder())
+runpy.run_path(script, run_name="__main__")
 """
 HEADER = "query-id\tcorpus-id\tscore\n"
 
@@ -113,3 +138,55 @@ def test_hostile_text_is_shown_as_text(world: Path, tmp_path: Path) -> None:
     assert unscored[0] == 1 and "no test queries to score" in unscored[2]
     assert nowhere[0] == 1 and "where.jsonl: expected a file" in nowhere[2]
     assert other[0] == 0 and "data.system_prompt is 'Hi', but the model was trained with None" in other[1]
+
+
+def test_broken_training_is_stopped_by_name(world: Path, tmp_path: Path) -> None:
+    """A gradient that overflows while the loss does not; a checkpoint that no step of the run has written."""
+    model = tmp_path / "model"
+    shutil.copytree(world / "model", model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * np.float32(1e25)
+    save_file(tensors, model / "model.safetensors")
+    once = ["--memorization.epochs", "0", "--retrieval.epochs", "1"]
+    overflow = [*once, "--run_dir", str(tmp_path / "overflow"), "--model.source", str(model)]
+    short = [*once, "--run_dir", str(tmp_path / "short"), "--retrieval.max_samples", "4"]
+    stopped, trained, five, many = run_all(
+        world,
+        ("train/finetune.py", overflow),
+        ("train/finetune.py", short),
+        ("infer/retrieve.py", short),
+        ("infer/retrieve.py", [*short, "--evaluation.k", "1000000"]),
+    )
+    assert stopped[0] == 1
+    assert "error: retrieval: the grad_norm of step 1 is inf, try a lower learning_rate\n" in stopped[2]
+    assert not list((tmp_path / "overflow").glob("checkpoints/*"))
+    assert trained[0] == five[0] == many[0] == 0, trained[2] + five[2] + many[2]
+
+    # More places than tools: the same report.
+    def table(text: str) -> list[str]:
+        return [line for line in text.splitlines() if "NDCG" in line or "BM25" in line or "jaxtool " in line]
+
+    assert len(table(five[1])) >= 2 and table(five[1]) == table(many[1])
+
+    (tmp_path / "short/checkpoints/1").rename(tmp_path / "short/checkpoints/7")
+    ((status, _, error),) = run_all(world, ("train/finetune.py", short))
+    assert status == 1
+    assert error == f"error: {tmp_path / 'short'}: checkpoint 7 lies behind the run's last step 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "where", "said"),
+    [
+        ("train/finetune.py", "jax", "interrupted\n"),
+        ("infer/retrieve.py", "jax", "interrupted\n"),
+        ("train/finetune.py", "RunDirectory", "interrupted; the same command resumes from the last checkpoint\n"),
+        ("infer/retrieve.py", "RunDirectory", "interrupted\n"),
+    ],
+)
+def test_an_interrupt_is_one_line(world: Path, tmp_path: Path, name: str, where: str, said: str) -> None:
+    options = ["--config", str(world / "run.yaml"), "--run_dir", str(tmp_path / "run")]
+    command = [sys.executable, "-c", INTERRUPTED, where, str(ROOT / name), *options]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (130, said)

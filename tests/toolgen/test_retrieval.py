@@ -1,4 +1,4 @@
-"""Retrieval against brute force: each prompt alone and unpadded, a float64 softmax over tool columns, a stable sort."""
+"""Retrieval against brute force: each prompt alone, a float64 softmax over tool columns, a stable sort."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from jaxtool.config import MeshConfig
@@ -18,12 +20,12 @@ from jaxtool.parallel import make_mesh
 from jaxtool.toolgen import Retrieved, ToolRetriever
 from jaxtool.toolgen import retrieval as retrieval_module
 from jaxtool.weights import load_tokenizer
-from tests.tiny_models import CONFIG, TINY_LLAMA, logits, random_model
+from tests.tiny_models import CONFIG, GPTJ_CONFIG, TINY_LLAMA, logits, random_model
 
 V, TOOLS = 264, 11
 WITH_TOOLS = dataclasses.replace(CONFIG, vocab_size=V, num_tools=TOOLS)
 
-# Three lengths, so that brute force compiles three programs; with the template they fall into several buckets.
+# Three lengths, so that brute force compiles three programs; a row of 64 tokens holds one to four of the prompts.
 TEXTS = [letter * length for length in (30, 3, 12) for letter in "abcdefg"]
 
 
@@ -105,6 +107,46 @@ def test_ties_break_by_id(retriever: ToolRetriever) -> None:
     np.testing.assert_allclose(found.log_probs_qk, np.log(1 / 4), rtol=1e-6)
 
 
+@pytest.mark.parametrize("pair_cost", [0, 10**6])
+def test_packed_prompts_do_not_see_one_another(
+    model: Llama, retriever: ToolRetriever, pair_cost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pairs of tokens cost nothing rows are long and full, where they cost much rows are short."""
+    monkeypatch.setattr(retrieval_module, "_PAIR_COST", pair_cost)
+    lengths = [len(prompts().prompt(text).ids) for text in TEXTS]
+    prefills = retriever._prefills(lengths)
+    assert {prefill.shape[1] for prefill in prefills} == {64 if pair_cost else 256}
+    assert pair_cost or any(len(row) > 1 for prefill in prefills for row in prefill.rows)
+    found = retriever.retrieve(TEXTS, TOOLS)
+    tools, log_probs = brute_force(model, TEXTS, TOOLS, list(range(TOOLS)))
+    np.testing.assert_array_equal(found.tools_qk, tools)
+    np.testing.assert_allclose(found.log_probs_qk, log_probs, atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 64), max_size=60), st.sampled_from([64, 128, 256]))
+def test_every_prompt_lies_in_one_row(lengths: list[int], row_length: int) -> None:
+    rows = retrieval_module._packed(lengths, row_length)
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths)))
+    sizes = [[max(8, lengths[number]) for number in row] for row in rows]
+    assert all(0 < sum(row) <= row_length for row in sizes)
+    # Of two rows that are at most half full, one would have taken the other's prompts.
+    assert sum(2 * sum(row) <= row_length for row in sizes) <= 1
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60), st.sampled_from([4, 12, 15, 16]))
+def test_prefills_keep_to_their_bounds(lengths: list[int], batch_size: int) -> None:
+    retriever = ToolRetriever(random_model(WITH_TOOLS), prompts(), mesh_of(1, 1, 1), batch_size=batch_size)
+    prefills = retriever._prefills(lengths)
+    assert sorted(number for prefill in prefills for row in prefill.rows for number in row) == list(range(len(lengths)))
+    longest = max(lengths)
+    power = next(power for power in (64, 128, 256) if power >= longest)
+    for prefill in prefills:
+        rows, tokens = prefill.shape
+        assert rows * tokens <= batch_size * power
+        assert len(prefill.rows) <= rows and tokens in (power, 2 * power, 4 * power)
+    assert len({prefill.shape for prefill in prefills[:-1]}) <= 1
+
+
 @pytest.mark.parametrize("batch_size", [1, 16, 40])
 def test_batch_size_does_not_matter(retriever: ToolRetriever, batch_size: int) -> None:
     expected = retriever.retrieve(TEXTS, 5)
@@ -129,6 +171,24 @@ def test_tied_models(retriever: ToolRetriever) -> None:
     assert_equals(found, *brute_force(tied, TEXTS[:7], 3, list(range(TOOLS))))
 
 
+def test_models_with_a_biased_head(retriever: ToolRetriever) -> None:
+    config = dataclasses.replace(GPTJ_CONFIG, vocab_size=V, num_tools=TOOLS)
+    on_mesh = random_model(config, mesh=retriever.mesh)
+    found = ToolRetriever(on_mesh, prompts(), retriever.mesh, batch_size=4).retrieve(TEXTS[:7], 3)
+    assert_equals(found, *brute_force(random_model(config), TEXTS[:7], 3, list(range(TOOLS))))
+
+
+def test_bfloat16_is_close(retriever: ToolRetriever) -> None:
+    half = random_model(dataclasses.replace(WITH_TOOLS, compute_dtype="bfloat16"), mesh=retriever.mesh)
+    found = ToolRetriever(half, prompts(), retriever.mesh, batch_size=4).retrieve(TEXTS[:5], TOOLS)
+    expected = retriever.retrieve(TEXTS[:5], TOOLS)
+    for row in range(5):  # 8 bits of mantissa
+        places = np.argsort(found.tools_qk[row]), np.argsort(expected.tools_qk[row])
+        np.testing.assert_allclose(
+            found.log_probs_qk[row][places[0]], expected.log_probs_qk[row][places[1]], atol=0.1, rtol=0.05
+        )
+
+
 def test_cut_queries_are_counted(retriever: ToolRetriever) -> None:
     template = len(prompts().prompt("x").ids) - 1
     short = ToolRetriever(retriever.model, prompts(template + 12), retriever.mesh, batch_size=4)
@@ -141,8 +201,8 @@ def test_cut_queries_are_counted(retriever: ToolRetriever) -> None:
 
 def test_progress_counts_queries(retriever: ToolRetriever) -> None:
     counts: list[int] = []
-    retriever.retrieve(TEXTS[:10], 5, progress=counts.append)
-    assert counts == [4, 4, 2]
+    retriever.retrieve([letter * 40 for letter in "abcdefghi"], 5, progress=counts.append)
+    assert len(counts) > 1 and sum(counts) == 9
 
 
 def test_no_queries(retriever: ToolRetriever) -> None:
@@ -151,19 +211,28 @@ def test_no_queries(retriever: ToolRetriever) -> None:
     assert found.cut == 0
 
 
-def test_one_program_for_each_length_bucket(retriever: ToolRetriever) -> None:
-    """Queries of 60 lengths; prompts are padded to the next multiple of 16."""
+def test_few_programs_serve_all_queries(retriever: ToolRetriever) -> None:
+    """Queries of 60 lengths, in calls of 1 to 60 of them: rows of 64, 128 or 256 tokens; 4, 2 or 1 of them."""
     texts = ["z" * length for length in range(1, 61)]
-    buckets = {-(-len(prompts().prompt(text).ids) // 16) for text in texts}
-    assert len(buckets) in (2, 3, 4, 5)
-    compiled = retrieval_module._top_tools
-    compiled.clear_cache()
-    retriever.retrieve(texts, 5)
-    assert compiled._cache_size() <= len(buckets)
-    # Another subset, order or number of queries compiles nothing.
-    before = compiled._cache_size()
-    retriever.retrieve(texts[::-3], 5, allowed=[1, 2])
-    assert compiled._cache_size() == before
+    compiled = (retrieval_module._hidden_at, retrieval_module._top_tools)
+    for function in compiled:
+        function.clear_cache()
+    shapes = set()
+    for count in range(1, 61):
+        lengths = [len(prompts().prompt(text).ids) for text in texts[-count:]]
+        shapes |= {prefill.shape for prefill in retriever._prefills(lengths)}
+    assert len(shapes) <= 6  # 4 x 64, 2 x 128, 1 x 256 and the smaller prefills
+    for count in (60, 3, 2, 1):
+        retriever.retrieve(texts[-count:], 5)
+    before = [function._cache_size() for function in compiled]
+    assert before[0] <= 6 and before[1] == 1
+    # Another subset or order compiles nothing.
+    retriever.retrieve(texts[::-1], 5, allowed=[1, 2])
+    assert [function._cache_size() for function in compiled] == before
+
+
+def test_one_query_takes_a_small_prefill(retriever: ToolRetriever) -> None:
+    assert [prefill.shape for prefill in retriever._prefills([40])] == [(1, 64)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -9,13 +10,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from flax import nnx
 
-from jaxtool.config import MeshConfig, OptimizerConfig, RunConfig, StageConfig
-from jaxtool.models import Llama, LlamaConfig, abstract_model, initialise, parameters
+from jaxtool.config import MeshConfig, OptimizerConfig, RunConfig, StageConfig, TrainableConfig
+from jaxtool.data import DRAWN, PackedBatches, Sample
+from jaxtool.models import (
+    Llama,
+    LlamaConfig,
+    abstract_model,
+    build_model,
+    initialise,
+    lora_config,
+    parameters,
+    with_parameters,
+)
 from jaxtool.parallel import AxisRules, make_mesh
 from jaxtool.tools import Tool, ToolCatalog
-from jaxtool.training import RunDirectory, TrainState, initial_state, make_optimizer
+from jaxtool.training import (
+    RunDirectory,
+    TrainState,
+    abstract_state,
+    initial_state,
+    make_optimizer,
+    make_train_step,
+    on_mesh,
+)
 
 CONFIG = LlamaConfig(
     vocab_size=128,
@@ -82,6 +102,131 @@ def test_saved_on_one_mesh_restored_on_another(tmp_path: Path, sizes: tuple[int,
     assert all(np.array_equal(a, b) for a, b in zip(flat(model).values(), flat(state.model).values(), strict=True))
     for path, leaf in parameters(back.model).items():
         assert leaf.sharding == parameters(shape)[path].sharding, path
+
+
+def batches() -> PackedBatches:
+    samples = [
+        Sample(tokens=(*range(first, first + 6), DRAWN), positions=(5, 6), targets=((128 + first % 3,), (2,)))
+        for first in range(48)
+    ]
+    return PackedBatches(samples, rows=8, row_length=16, epochs=1, seed=0)
+
+
+LORA_CONFIG = lora_config(CONFIG, rank=4, alpha=8.0, projections=("query", "up"))
+BLOCK = 128 * CONFIG.hidden_size  # 3 tool rows, padded
+FACTORS = 2 * 4 * (32 + 4 * 8 + 32 + 64)  # 2 layers of rank 4
+
+
+@pytest.mark.parametrize(
+    ("trained", "config", "moments"),
+    [("full", CONFIG, None), ("lora", LORA_CONFIG, 2 * BLOCK + FACTORS), ("tool_rows", CONFIG, 2 * BLOCK)],
+    ids=["full", "lora", "tool rows"],
+)
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, trained: str, config: LlamaConfig, moments: int | None) -> None:
+    """Three steps at once against two, a restart from the disk and one; then the model alone on another mesh."""
+    here, rules = mesh(2, 2, 2), AxisRules()
+
+    def build_it() -> Llama:
+        return build_model(config, rules)  # type: ignore[return-value]
+
+    def fresh() -> TrainState:
+        model = initialise(build_it, here)
+        # As if trained for a while: no factor is zero.
+        values = {path: leaf + 0.01 * (path.count("lora")) for path, leaf in parameters(model).items()}
+        return initial_state(with_parameters(model, values), OPTIMIZER, trained)
+
+    with jax.set_mesh(here):
+        step, rows = make_train_step(OPTIMIZER), [on_mesh(batches().batch(n), here, rules) for n in range(3)]
+        whole = fresh()
+        began = {path: np.asarray(leaf) for path, leaf in parameters(whole.model).items()}
+        for batch in rows:
+            whole, _ = step(whole, batch)
+        state, run = fresh(), RunDirectory(tmp_path)
+        for number in (0, 1):
+            state, _ = step(state, rows[number])
+            run.save(number + 1, state)
+        run.close()
+        del state
+        run = RunDirectory(tmp_path)
+        state = run.restore(2, abstract_state(abstract_model(build_it, here), OPTIMIZER, trained, step=2))
+        state, _ = step(state, rows[2])
+        run.save(3, state)
+    expected, found = flat(whole), flat(state)
+    assert expected.keys() == found.keys()
+    assert all(np.array_equal(value, found[name]) for name, value in expected.items())
+    other = mesh(1, 4, 2)
+    with jax.set_mesh(other):
+        model = run.restore_model(3, rules, other, config)
+    run.close()
+    changed = set()
+    for path, leaf in parameters(model).items():
+        np.testing.assert_array_equal(leaf, parameters(whole.model)[path], err_msg=path)
+        assert leaf.sharding == parameters(abstract_model(build_it, other))[path].sharding
+        changed |= {path} if (np.asarray(leaf) != began[path]).any() else set()
+    checkpoint = tmp_path / "checkpoints/3"
+    items = {folder.name for folder in checkpoint.iterdir() if folder.is_dir()}
+    if moments is None:
+        assert changed == began.keys() and items >= {"parameters", "optimizer"}
+        assert not (tmp_path / "frozen").exists()
+    else:
+        assert changed == {"embedding_vd", "head_vd"} | {path for path in began if "lora" in path}
+        assert "trained" in items and "parameters" not in items
+        held = sum(leaf.size for name, leaf in flat(state.optimizer_state).items() if leaf.ndim)
+        assert held == 2 * moments
+        # The frozen weights are on the disk once; a checkpoint is far smaller than they are.
+        frozen = sum(file.stat().st_size for file in (tmp_path / "frozen").rglob("*") if file.is_file())
+        assert frozen > 2 * 256 * 32 * 4
+
+
+def test_frozen_weights_belong_to_their_run(tmp_path: Path) -> None:
+    config = dataclasses.replace(RunConfig(), trainable=TrainableConfig(parameters="tool_rows"))
+    here = mesh(1, 1, 1)
+
+    def saved(run: RunDirectory, seed: int, step: int) -> dict[str, np.ndarray]:
+        model = initialise(lambda: build_model(CONFIG, seed=seed), here)
+        run.save(step, initial_state(model, OPTIMIZER, "tool_rows"))
+        return flat(model)
+
+    with jax.set_mesh(here):
+        run = RunDirectory(tmp_path)
+        run.start(config, CONFIG, CATALOG, Tokenizer())
+        saved(run, 1, 5)
+        run.close()
+        # Without its checkpoint the run begins anew, with whatever weights it then has.
+        shutil.rmtree(tmp_path / "checkpoints/5")
+        run = RunDirectory(tmp_path)
+        run.start(config, CONFIG, CATALOG, Tokenizer())
+        expected = saved(run, 2, 1)
+        found = flat(run.restore_model(1, AxisRules(), here))
+        assert all(np.array_equal(value, found[name]) for name, value in expected.items())
+        for trainable in (TrainableConfig(), TrainableConfig(parameters="lora")):
+            with pytest.raises(ValueError, match=r"trainable\.parameters was 'tool_rows', is '(full|lora)'"):
+                run.start(dataclasses.replace(config, trainable=trainable), CONFIG, CATALOG, Tokenizer())
+        run.start(config, CONFIG, CATALOG, Tokenizer())
+        run.close()
+        largest = max((tmp_path / "frozen").rglob("*"), key=lambda path: path.stat().st_size)
+        largest.write_bytes(largest.read_bytes()[:100])
+        with pytest.raises(ValueError, match=r"frozen: the weights that were not trained can't be read"):
+            RunDirectory(tmp_path).restore_model(1, AxisRules(), here)
+        shutil.rmtree(tmp_path / "frozen")
+        with pytest.raises(FileNotFoundError, match=r"frozen is missing: .* put it back"):
+            RunDirectory(tmp_path).restore_model(1, AxisRules(), here)
+
+
+def test_runs_from_before_the_setting_resume(tmp_path: Path) -> None:
+    run, config = RunDirectory(tmp_path), RunConfig()
+    run.start(config, CONFIG, CATALOG, Tokenizer())
+    with jax.set_mesh(mesh(1, 1, 1)):
+        run.save(1, trained_state(initialise(build, mesh(1, 1, 1))))
+    settings = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    del settings["trainable"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match=r"trainable\.parameters was 'full', is 'lora'"):
+        run.start(
+            dataclasses.replace(config, trainable=TrainableConfig(parameters="lora")), CONFIG, CATALOG, Tokenizer()
+        )
+    run.start(config, CONFIG, CATALOG, Tokenizer())
+    run.close()
 
 
 def test_only_the_newest_are_kept_and_half_saves_ignored(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,22 +13,28 @@ from jax.sharding import Mesh
 
 from jaxtool.config import MeshConfig
 from jaxtool.data import DRAWN, Batch, PackedBatches, Sample
-from jaxtool.models import Llama, LlamaConfig, parameters
+from jaxtool.models import LanguageModel, LanguageModelConfig, parameters
 from jaxtool.parallel import AxisRules, make_mesh
 from jaxtool.training import on_mesh, supervised_loss
-from tests.tiny_models import CONFIG, random_model
+from tests.tiny_models import CONFIG, GPTJ_CONFIG, QWEN3_CONFIG, random_model
 
 UNTIED = dataclasses.replace(CONFIG, num_tools=9)
-TIED = dataclasses.replace(UNTIED, tie_word_embeddings=True)
+CONFIGS = {
+    "untied": UNTIED,
+    "tied": dataclasses.replace(UNTIED, tie_word_embeddings=True),
+    "qwen3": dataclasses.replace(QWEN3_CONFIG, num_tools=9),
+    # Two text rows that the tokenizer doesn't know: the mask is cut too.
+    "gptj": dataclasses.replace(GPTJ_CONFIG, vocab_size=102, text_tokens=100, num_tools=9),
+}
 
 
-def packed() -> PackedBatches:
+def packed(config: LanguageModelConfig) -> PackedBatches:
     """Rows of 16 with one to three samples each, tool ids among tokens and soft targets."""
     rng = np.random.default_rng(0)
     samples = []
     for _ in range(40):
         length = int(rng.integers(3, 9))
-        tools = tuple(int(100 + tool) for tool in rng.permutation(9)[: rng.integers(1, 4)])
+        tools = tuple(int(config.vocab_size + tool) for tool in rng.permutation(9)[: rng.integers(1, 4)])
         text = rng.integers(100, size=length).tolist()
         samples.append(Sample(tokens=(*text, DRAWN), positions=(length - 1, length), targets=(tools, (2,))))
     return PackedBatches(samples, rows=8, row_length=16, epochs=2, seed=0)
@@ -38,27 +45,26 @@ def mesh_of(data: int, fsdp: int, model: int) -> Mesh:
 
 
 @jax.jit
-def loss_and_gradient(model: Llama, batch: Batch) -> Any:
+def loss_and_gradient(model: LanguageModel, batch: Batch) -> Any:
     return jax.value_and_grad(supervised_loss, has_aux=True)(model, batch)
 
 
 def loss_and_gradient_on(
     mesh: Mesh,
-    config: LlamaConfig,
+    config: LanguageModelConfig,
     rules: AxisRules = AxisRules(),  # noqa: B008
 ) -> tuple[float, dict[str, float], dict[str, jax.Array]]:
     with jax.set_mesh(mesh):
         model = random_model(config, mesh=mesh, rules=rules)
-        (loss, metrics), gradient = loss_and_gradient(model, on_mesh(packed().batch(0), mesh, rules))
+        (loss, metrics), gradient = loss_and_gradient(model, on_mesh(packed(config).batch(0), mesh, rules))
     for path, leaf in parameters(gradient).items():
         assert leaf.sharding.is_equivalent_to(parameters(model)[path].sharding, leaf.ndim), path
     return float(loss), {name: float(value) for name, value in metrics.items()}, parameters(gradient)
 
 
-@pytest.fixture(scope="module")
-def on_one_device() -> dict[bool, Any]:
-    """By tiedness."""
-    return {tied: loss_and_gradient_on(mesh_of(1, 1, 1), TIED if tied else UNTIED) for tied in (False, True)}
+@functools.cache
+def on_one_device(name: str) -> Any:
+    return loss_and_gradient_on(mesh_of(1, 1, 1), CONFIGS[name])
 
 
 def assert_close(found: dict[str, jax.Array], expected: dict[str, jax.Array]) -> None:
@@ -72,24 +78,26 @@ def assert_close(found: dict[str, jax.Array], expected: dict[str, jax.Array]) ->
 
 
 @pytest.mark.parametrize(
-    ("sizes", "tied"),
+    ("name", "sizes"),
     [
-        ((2, 2, 2), False),
-        ((2, 2, 2), True),
-        ((8, 1, 1), False),
-        ((1, 8, 1), True),
-        ((1, 1, 2), False),
+        ("untied", (2, 2, 2)),
+        ("tied", (2, 2, 2)),
+        ("qwen3", (2, 2, 2)),
+        ("gptj", (2, 2, 2)),
+        ("untied", (8, 1, 1)),
+        ("tied", (1, 8, 1)),
+        ("untied", (1, 1, 2)),
     ],
 )
-def test_loss_and_gradients(on_one_device: dict[bool, Any], sizes: tuple[int, int, int], tied: bool) -> None:
-    loss, metrics, gradient = loss_and_gradient_on(mesh_of(*sizes), TIED if tied else UNTIED)
-    expected_loss, expected_metrics, expected_gradient = on_one_device[tied]
+def test_loss_and_gradients(name: str, sizes: tuple[int, int, int]) -> None:
+    loss, metrics, gradient = loss_and_gradient_on(mesh_of(*sizes), CONFIGS[name])
+    expected_loss, expected_metrics, expected_gradient = on_one_device(name)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert metrics == pytest.approx(expected_metrics, rel=1e-6)
     assert_close(gradient, expected_gradient)
 
 
-def test_heads_that_do_not_divide_are_replicated(on_one_device: dict[bool, Any]) -> None:
+def test_heads_that_do_not_divide_are_replicated() -> None:
     """2 key-value heads on 4 parts: `fit` replicates the heads and leaves the rest cut."""
     mesh = mesh_of(2, 1, 4)
     rules, notes = AxisRules().fit(dict(mesh.shape), UNTIED.axis_sizes)
@@ -97,5 +105,5 @@ def test_heads_that_do_not_divide_are_replicated(on_one_device: dict[bool, Any])
     loss, _, gradient = loss_and_gradient_on(mesh, UNTIED, rules)
     assert gradient["blocks.key_dkh"].sharding.is_fully_replicated
     assert not gradient["blocks.up_df"].sharding.is_fully_replicated
-    assert loss == pytest.approx(on_one_device[False][0], rel=1e-5)
-    assert_close(gradient, on_one_device[False][2])
+    assert loss == pytest.approx(on_one_device("untied")[0], rel=1e-5)
+    assert_close(gradient, on_one_device("untied")[2])

@@ -12,13 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtool.config import MeshConfig, OptimizerConfig
 from jaxtool.data import DRAWN, PackedBatches, Sample
-from jaxtool.models import LlamaConfig, parameters
+from jaxtool.models import LanguageModelConfig, lora_config, parameters
 from jaxtool.parallel import AxisRules, make_mesh
-from jaxtool.training import initial_state, make_optimizer, make_train_step, on_mesh, supervised_loss
-from tests.tiny_models import CONFIG, random_model
+from jaxtool.training import initial_state, make_optimizer, make_train_step, on_mesh, supervised_loss, trained_part
+from tests.tiny_models import CONFIG, GPTJ_CONFIG, random_model
 
 UNTIED = dataclasses.replace(CONFIG, num_tools=9)
 TIED = dataclasses.replace(UNTIED, tie_word_embeddings=True)
+LORA = lora_config(UNTIED, rank=4, alpha=8.0, projections=tuple(UNTIED.projections))
+BIASED = dataclasses.replace(GPTJ_CONFIG, num_tools=9)
 
 
 def packed(rows: int = 8) -> PackedBatches:
@@ -44,25 +46,33 @@ def relative_errors(found: dict[str, np.ndarray], expected: dict[str, np.ndarray
     }
 
 
-@pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])
-def test_three_steps_on_eight_devices(config: LlamaConfig) -> None:
+@pytest.mark.parametrize(
+    ("config", "trained"),
+    [(UNTIED, "full"), (TIED, "full"), (LORA, "lora"), (TIED, "tool_rows"), (BIASED, "tool_rows")],
+    ids=["untied", "tied", "lora", "tied rows", "biased rows"],
+)
+def test_three_steps_on_eight_devices(config: LanguageModelConfig, trained: str) -> None:
     batches = packed()
     assert batches.steps == 3
     optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, clip_norm=0.5), steps=3)
 
     def train(mesh: Mesh) -> tuple[dict[str, np.ndarray], list[float]]:
         with jax.set_mesh(mesh):
-            state = initial_state(random_model(config, mesh=mesh), optimizer)
+            model = random_model(config, mesh=mesh)
+            layout = {path: leaf.sharding for path, leaf in parameters(model).items()}
+            state = initial_state(model, optimizer, trained)
             step = make_train_step(optimizer, loss_chunk=2)
             losses = []
             for number in range(3):
                 state, metrics = step(state, on_mesh(batches.batch(number), mesh, AxisRules()))
                 losses.append(float(metrics["loss"]))
+            part = trained_part(state.model, trained)
         assert int(state.step) == 3
-        for moments in (state.model, *optax.tree.get_all_with_path(state.optimizer_state, "mu")[0][1:]):
+        for path, leaf in parameters(state.model).items():
+            assert leaf.sharding.is_equivalent_to(layout[path], leaf.ndim), path
+        for _, moments in optax.tree.get_all_with_path(state.optimizer_state, "mu"):
             for path, leaf in parameters(moments).items():
-                wanted = parameters(state.model)[path].sharding
-                assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), path
+                assert leaf.sharding.is_equivalent_to(parameters(part)[path].sharding, leaf.ndim), path
         return {path: np.asarray(leaf) for path, leaf in parameters(state.model).items()}, losses
 
     one, one_losses = train(mesh_of(1, 1, 1))
@@ -72,7 +82,11 @@ def test_three_steps_on_eight_devices(config: LlamaConfig) -> None:
     assert max(errors.values()) <= 1e-5, errors
     # The steps were no small ones.
     before = {path: np.asarray(leaf) for path, leaf in parameters(random_model(config)).items()}
-    assert min(relative_errors(one, before).values()) > 1e-3
+    changes = relative_errors(one, before)
+    assert min(change for path, change in changes.items() if trained == "full" or change) > 1e-3
+    factors = 2 * len(config.lora_projections)
+    changed = {"full": len(before), "lora": factors + 2, "tool_rows": 1 if config is TIED else 3}[trained]
+    assert len([path for path, change in changes.items() if change]) == changed
 
 
 def test_a_step_is_gradient_and_update() -> None:

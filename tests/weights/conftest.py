@@ -175,16 +175,16 @@ def write_gguf(tmp_path: Path, hf_tensors: dict[str, np.ndarray], vocabulary: li
     ) -> Path:
         path = tmp_path / "tiny.gguf"
         fields: dict[str, Any] = {
-            "llama.block_count": L,
-            "llama.context_length": 128,
-            "llama.embedding_length": D,
-            "llama.feed_forward_length": F,
-            "llama.attention.head_count": N,
-            "llama.attention.head_count_kv": K,
-            "llama.rope.freq_base": 10000.0,
-            "llama.rope.dimension_count": H,
-            "llama.attention.layer_norm_rms_epsilon": 1e-5,
-            "llama.vocab_size": V,
+            f"{architecture}.block_count": L,
+            f"{architecture}.context_length": 128,
+            f"{architecture}.embedding_length": D,
+            f"{architecture}.feed_forward_length": F,
+            f"{architecture}.attention.head_count": N,
+            f"{architecture}.attention.head_count_kv": K,
+            f"{architecture}.rope.freq_base": 10000.0,
+            f"{architecture}.rope.dimension_count": H,
+            f"{architecture}.attention.layer_norm_rms_epsilon": 1e-5,
+            f"{architecture}.vocab_size": V,
             "tokenizer.ggml.model": "gpt2",
             "tokenizer.ggml.pre": "smollm",
             "tokenizer.ggml.tokens": vocabulary,
@@ -207,7 +207,10 @@ def write_gguf(tmp_path: Path, hf_tensors: dict[str, np.ndarray], vocabulary: li
         writer = gguf.GGUFWriter(path, architecture)
         for name, value in fields.items():
             _add(writer, name, value)
-        for name, value in (_gguf_tensors(hf_tensors, tied) | dict(tensors or {})).items():
+        for name, value in (_gguf_tensors(hf_tensors, tied, architecture) | dict(tensors or {})).items():
+            if value.dtype != np.float32:
+                writer.add_tensor(name, value)
+                continue
             of_type = dtype if value.ndim == 2 else gguf.GGMLQuantizationType.F32
             writer.add_tensor(name, gguf.quants.quantize(value, of_type), raw_dtype=of_type)
         writer.write_header_to_file()
@@ -237,7 +240,7 @@ def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
             raise TypeError(name)
 
 
-def _gguf_tensors(hf_tensors: Mapping[str, np.ndarray], tied: bool) -> dict[str, np.ndarray]:
+def _gguf_tensors(hf_tensors: Mapping[str, np.ndarray], tied: bool, architecture: str) -> dict[str, np.ndarray]:
     names = {
         "model.embed_tokens": "token_embd",
         "model.norm": "output_norm",
@@ -247,6 +250,8 @@ def _gguf_tensors(hf_tensors: Mapping[str, np.ndarray], tied: bool) -> dict[str,
         "self_attn.k_proj": "attn_k",
         "self_attn.v_proj": "attn_v",
         "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
         "post_attention_layernorm": "ffn_norm",
         "mlp.gate_proj": "ffn_gate",
         "mlp.up_proj": "ffn_up",
@@ -262,7 +267,7 @@ def _gguf_tensors(hf_tensors: Mapping[str, np.ndarray], tied: bool) -> dict[str,
             name = f"blk.{layer}.{names[stem]}.weight"
         else:
             name = f"{names[stem]}.weight"
-        if stem in ("self_attn.q_proj", "self_attn.k_proj"):
+        if architecture == "llama" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
             # LlamaModel.permute of llama.cpp's convert_hf_to_gguf.py
             heads = N if stem.endswith("q_proj") else K
             value = value.reshape(heads, 2, H // 2, D).swapaxes(1, 2).reshape(value.shape)

@@ -1,4 +1,4 @@
-"""GGUF files: metadata, dequantised tensors in Hugging Face order, damaged files."""
+"""GGUF files: tensors in Hugging Face order, damaged files. Quantised blocks are in `test_gguf_blocks`."""
 
 import struct
 from collections.abc import Callable
@@ -13,42 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtool.weights import (
-    ConfigError,
     GgufFile,
     WeightsError,
-    llama_config_from_gguf,
-    read_config,
+    config_from_gguf,
     read_weights,
 )
-from jaxtool.weights.hf_config import llama_config_from_hf
 
 WriteGguf = Callable[..., Path]
 
 Q = gguf.GGMLQuantizationType
-
-
-def test_config_equals_the_one_of_the_hugging_face_folder(write_gguf: WriteGguf, hf_config: dict[str, Any]) -> None:
-    assert read_config(write_gguf()) == llama_config_from_hf(hf_config, "config.json")
-
-
-def test_tied_where_there_is_no_output_matrix(write_gguf: WriteGguf) -> None:
-    assert read_config(write_gguf(tied=True)).tie_word_embeddings is True
-
-
-def test_absent_metadata(write_gguf: WriteGguf) -> None:
-    absent = [
-        "llama.vocab_size",
-        "llama.rope.dimension_count",
-        "llama.rope.freq_base",
-        "llama.attention.head_count_kv",
-    ]
-    config = read_config(write_gguf(metadata=dict.fromkeys(absent)))
-    assert (config.vocab_size, config.head_dim, config.rope_theta, config.num_key_value_heads) == (
-        272,
-        16,
-        1e4,
-        4,
-    )
 
 
 @pytest.mark.parametrize("dtype", [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1])
@@ -98,58 +71,14 @@ def test_tied_head_that_repeats_the_embedding(
         read_weights(write_gguf(), abstract)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "words"),
-    [
-        ({"llama.block_count": None}, "'llama.block_count' is missing"),
-        ({"llama.block_count": "3"}, "'llama.block_count' is '3', expected int"),
-        ({"llama.block_count": 0}, "'llama.block_count' is 0, expected a positive"),
-        ({"llama.attention.head_count_kv": [2, 2, 2]}, r"'llama.attention.head_count_kv' is \[2, 2, 2\]"),
-        ({"llama.attention.head_count_kv": 3}, "'llama.attention.head_count_kv' is 3, expected a divisor"),
-        ({"llama.embedding_length": 66}, "'llama.embedding_length' is 66, expected a multiple"),
-        ({"llama.attention.key_length": 15}, "only the head size 15|even"),
-        ({"llama.rope.dimension_count": 8}, "'llama.rope.dimension_count' is 8, only the head size 16"),
-        ({"llama.attention.value_length": 8}, "'llama.attention.value_length' is 8, only the head size 16"),
-        ({"llama.rope.scaling.type": "yarn"}, "'llama.rope.scaling.type' is 'yarn', only 'none'"),
-        ({"llama.rope.scaling.factor": 2.0}, "'llama.rope.scaling.factor' = 2.0 is not known"),
-        ({"llama.attention.sliding_window": 4096}, "'llama.attention.sliding_window' = 4096 is not known"),
-        ({"llama.expert_count": 8}, "'llama.expert_count' is 8, only 0"),
-        ({"llama.vocab_size": 300}, "'llama.vocab_size' is 300, but token_embd.weight has 272 rows"),
-        (
-            {"llama.attention.layer_norm_rms_epsilon": None},
-            "'llama.attention.layer_norm_rms_epsilon' is missing",
-        ),
-        ({"llama.rope.freq_base": -1.0}, "'llama.rope.freq_base' is -1.0"),
-        ({"split.count": 2}, "split.count"),
-    ],
-)
-def test_refused_metadata(write_gguf: WriteGguf, metadata: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"tiny\.gguf: .*({words})"):
-        read_config(write_gguf(metadata=metadata))
-
-
-def test_unscaled_rotary_is_stated_by_some_files(write_gguf: WriteGguf) -> None:
-    harmless = {
-        "llama.rope.scaling.type": "none",
-        "llama.rope.scaling.finetuned": True,
-        "quantize.imatrix.file": "x",
-    }
-    assert read_config(write_gguf(metadata=harmless)).rope_theta == 10000.0
-
-
-def test_refused_architecture(write_gguf: WriteGguf) -> None:
-    with pytest.raises(ConfigError, match=r"'general\.architecture' is 'qwen2', expected 'llama'"):
-        read_config(write_gguf(architecture="qwen2"))
-
-
-def test_rescaled_rotary_frequencies(write_gguf: WriteGguf) -> None:
-    with pytest.raises(ConfigError, match=r"'rope_freqs\.weight' rescales the rotary embedding"):
-        read_config(write_gguf(tensors={"rope_freqs.weight": np.ones(8, np.float32)}))
-
-
 def test_surplus_and_unreadable_tensors(write_gguf: WriteGguf, abstract: Any) -> None:
     with pytest.raises(WeightsError, match=r"surplus \(1\): blk\.0\.attn_q\.bias \[64\] in tiny\.gguf"):
         read_weights(write_gguf(tensors={"blk.0.attn_q.bias": np.ones(64, np.float32)}), abstract)
+    unreadable = {"blk.1.attn_k.weight": np.ones((32, 64), np.int32)}
+    with pytest.raises(
+        WeightsError, match=r"dtype not among BF16, .*Q6_K.*: blk\.1\.attn_k\.weight: I32 in tiny\.gguf"
+    ):
+        read_weights(write_gguf(tensors=unreadable), abstract)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +146,7 @@ def test_damaged_header_is_a_value_error(write_gguf: WriteGguf, damaged_path: Pa
             content[position] = value
         damaged_path.write_bytes(content)
         try:
-            llama_config_from_gguf(GgufFile(damaged_path))
+            config_from_gguf(GgufFile(damaged_path))
         except ValueError as error:
             assert "x.gguf" in str(error)
 

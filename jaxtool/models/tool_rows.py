@@ -1,0 +1,186 @@
+"""Tool rows of embedding and head as blocks of their own: read, written back, and alone in taking a gradient.
+
+Training tool rows must not compute a gradient for the text rows, nor keep moments for them. What is trained beside the
+rows is `jaxtool.training.trainable`'s to say; growing the matrices is in `vocabulary`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxtool.parallel import AxisRules, active_mesh_axes, reshard
+
+ROW_MULTIPLE = 128
+# Matrix (or bias) by its path in the model -> block of its tool rows.
+ToolRows = Mapping[str, jax.Array]
+
+_NO_ROW = 2**31 - 1  # an index behind every row: reads give 0, writes are dropped
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolBlock:
+    """Where the tool rows lie in a matrix, and how a block of them is laid out.
+
+    A block has `size` rows, of which the first `count` are tools; the rest is zero and stands for no row of the matrix.
+    It depends on the number of tools alone, so a block saved on one mesh can be read on any.
+
+    Attributes:
+        first: row of the first tool.
+        count: number of tools.
+        rules: layout of the matrix, and of the block where the mesh divides it.
+    """
+
+    first: int
+    count: int
+    rules: AxisRules
+
+    @property
+    def size(self) -> int:
+        """Rows of a block: `count`, rounded up to a multiple of 128."""
+        return -(-self.count // ROW_MULTIPLE) * ROW_MULTIPLE
+
+    @property
+    def rows_axis(self) -> str | None:
+        """Logical axis of the block's rows: cut like the vocabulary if that leaves equal parts."""
+        axes, parts = self.rules.vocabulary, 1
+        for axis in (axes,) if isinstance(axes, str) else axes or ():
+            parts *= active_mesh_axes().get(axis, 1)
+        return "vocabulary" if self.size % parts == 0 else None
+
+    def spec(self, *others: str | None) -> PartitionSpec:
+        """Layout of a block with further axes `others`."""
+        return self.rules.spec(self.rows_axis, *others)
+
+    def read(self, matrix: jax.Array) -> jax.Array:
+        """The tool rows of a matrix [V, D] as a block [size, D], or of a bias [V] as [size]."""
+        out = self.spec(*("embed",) * (matrix.ndim - 1))
+        return matrix.at[self._indices()].get(mode="fill", fill_value=0, out_sharding=_on_mesh(out))
+
+    def write(self, matrix: jax.Array, rows: jax.Array) -> jax.Array:
+        """The matrix with its tool rows replaced by a block's; every other row stays as it is."""
+        out = self.rules.spec("vocabulary", *("embed",) * (matrix.ndim - 1))
+        return matrix.at[self._indices()].set(rows, mode="drop", unique_indices=True, out_sharding=_on_mesh(out))
+
+    def _indices(self) -> jax.Array:
+        row = jnp.arange(self.size, dtype=jnp.int32)
+        return jnp.where(row < self.count, self.first + row, (_NO_ROW - self.size) + row)  # unique ones
+
+
+def look_up(matrix_vd: jax.Array, rows_xd: jax.Array, tokens_bs: jax.Array, block: ToolBlock) -> jax.Array:
+    """Rows of the embedding, [B, S, D] in its dtype; the gradient goes to the block `rows_xd` of its tool rows alone.
+
+    The matrix holds the same tool rows as the block, and is what is read.
+    """
+    return _look_up(matrix_vd, rows_xd, tokens_bs, block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _look_up(matrix_vd: jax.Array, rows_xd: jax.Array, tokens_bs: jax.Array, block: ToolBlock) -> jax.Array:
+    del rows_xd
+    return _taken(matrix_vd, tokens_bs, "vocabulary", block.rules)
+
+
+def _look_up_forward(
+    matrix_vd: jax.Array, rows_xd: jax.Array, tokens_bs: jax.Array, block: ToolBlock
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _look_up(matrix_vd, rows_xd, tokens_bs, block), (rows_xd, tokens_bs)
+
+
+def _look_up_backward(
+    block: ToolBlock, kept: tuple[jax.Array, jax.Array], grad_bsd: jax.Array
+) -> tuple[None, jax.Array, None]:
+    rows_xd, tokens_bs = kept
+    tool_bs = tokens_bs - block.first
+    tool_bs = jnp.where((tool_bs >= 0) & (tool_bs < block.count), tool_bs, _NO_ROW)
+    _, pull = jax.vjp(lambda rows_xd: _taken(rows_xd, tool_bs, block.rows_axis, block.rules), rows_xd)
+    (grad_xd,) = pull(grad_bsd)
+    return None, grad_xd, None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def contract(hidden_bpd: jax.Array, matrix_vd: jax.Array, rows_xd: jax.Array, block: ToolBlock) -> jax.Array:
+    """float32 logits [B, P, V] of hidden states; gradients go to them and to the block `rows_xd` of the tool rows.
+
+    The matrix, in the dtype of the hidden states and with its FSDP axis gathered, holds the same tool rows as the block
+    and is what is multiplied.
+    """
+    return _contract(hidden_bpd, matrix_vd, rows_xd, block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _contract(hidden_bpd: jax.Array, matrix_vd: jax.Array, rows_xd: jax.Array, block: ToolBlock) -> jax.Array:
+    del rows_xd
+    out = block.rules.spec("batch", None, "vocabulary")
+    return jnp.einsum(
+        "bpd,vd->bpv", hidden_bpd, matrix_vd, preferred_element_type="float32", out_sharding=_on_mesh(out)
+    )
+
+
+def _contract_forward(
+    hidden_bpd: jax.Array, matrix_vd: jax.Array, rows_xd: jax.Array, block: ToolBlock
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    return _contract(hidden_bpd, matrix_vd, rows_xd, block), (hidden_bpd, matrix_vd, rows_xd)
+
+
+def _contract_backward(
+    block: ToolBlock, kept: tuple[jax.Array, jax.Array, jax.Array], grad_bpv: jax.Array
+) -> tuple[jax.Array, None, jax.Array]:
+    hidden_bpd, matrix_vd, rows_xd = kept
+    grad_bpv = grad_bpv.astype(hidden_bpd.dtype)
+    spec = block.rules.spec("batch", None, "activation")
+    grad_hidden = jnp.einsum("bpv,vd->bpd", grad_bpv, matrix_vd, out_sharding=_on_mesh(spec))
+    grad_bpx = _tool_columns(grad_bpv, block)
+    grad_xd = jnp.einsum("bpx,bpd->xd", grad_bpx, hidden_bpd, out_sharding=_on_mesh(block.spec("embed")))
+    return grad_hidden, None, grad_xd.astype(rows_xd.dtype)
+
+
+_contract.defvjp(_contract_forward, _contract_backward)
+
+
+def add_bias(logits_bpv: jax.Array, bias_v: jax.Array, rows_x: jax.Array, block: ToolBlock) -> jax.Array:
+    """Logits plus a bias; gradients go to the logits and to the block `rows_x` of the bias's tool rows alone."""
+    return _add_bias(logits_bpv, bias_v, rows_x, block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _add_bias(logits_bpv: jax.Array, bias_v: jax.Array, rows_x: jax.Array, block: ToolBlock) -> jax.Array:
+    del rows_x
+    return logits_bpv + bias_v.astype(logits_bpv.dtype)
+
+
+def _add_bias_forward(
+    logits_bpv: jax.Array, bias_v: jax.Array, rows_x: jax.Array, block: ToolBlock
+) -> tuple[jax.Array, jax.Array]:
+    return _add_bias(logits_bpv, bias_v, rows_x, block), rows_x
+
+
+def _add_bias_backward(block: ToolBlock, rows_x: jax.Array, grad_bpv: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+    grad_x = jnp.sum(_tool_columns(grad_bpv, block), axis=(0, 1))
+    return grad_bpv, None, reshard(grad_x.astype(rows_x.dtype), block.spec())
+
+
+_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
+def _taken(matrix_vd: jax.Array, tokens_bs: jax.Array, rows_axis: str | None, rules: AxisRules) -> jax.Array:
+    matrix_vd = reshard(matrix_vd, rules.spec(rows_axis, None))
+    out = rules.spec("batch", "sequence", "activation")
+    return matrix_vd.at[tokens_bs].get(mode="fill", out_sharding=_on_mesh(out))
+
+
+def _tool_columns(grad_bpv: jax.Array, block: ToolBlock) -> jax.Array:
+    """[B, P, V] -> [B, P, size]: what crosses devices has the width of the tools, not of the vocabulary."""
+    out = block.rules.spec("batch", None, block.rows_axis)
+    return grad_bpv.at[:, :, block._indices()].get(mode="fill", fill_value=0, out_sharding=_on_mesh(out))
+
+
+def _on_mesh(spec: PartitionSpec) -> PartitionSpec | None:
+    return spec if active_mesh_axes() else None
