@@ -20,7 +20,7 @@ from jaxtool.parallel import einsum, reshard
 
 SHORTEST_ROW = 64
 _SHORTEST_PLACE = 8  # tokens; bounds the prompts of a row
-_PAIR_COST = 4  # of a key to a query, in multiplications for each head and its size: two, and the softmax
+_PAIR_COST = 6  # of a key to a query, in multiplications by head and size: two, and the time of four for the softmax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +157,17 @@ class ToolRetriever:
                 break
             rows, prefills = _packed(lengths, row_length), []
             for start in range(0, len(rows), most):
-                members, count = rows[start : start + most], most
-                while count % (2 * self._parts) == 0 and count // 2 >= len(members):
-                    count //= 2
-                prefills.append(_Prefill(rows=members, shape=(count, row_length)))
+                members = rows[start : start + most]
+                prefills.append(_Prefill(rows=members, shape=(self._enough(most, len(members)), row_length)))
             tokens = row_length * sum(prefill.shape[0] for prefill in prefills)
             best = min(best, (tokens * (per_token + per_pair * row_length), prefills), key=lambda plan: plan[0])
         return best[1]
+
+    def _enough(self, most: int, needed: int) -> int:
+        """The smallest of most, a half of it, a quarter, ... that is at least `needed` and divides by the devices."""
+        while most % (2 * self._parts) == 0 and most // 2 >= needed:
+            most //= 2
+        return most
 
     def _last_hidden(self, prefill: _Prefill, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Hidden states [Q, D] at the end of the prompts of `prefill`, in the order of its rows."""
@@ -190,7 +194,7 @@ class ToolRetriever:
     def _rank(self, hidden_qd: np.ndarray, mask_t: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities and ids [Q, k] of at most batch_size hidden states [Q, D]."""
         queries = len(hidden_qd)
-        hidden_bd = np.pad(hidden_qd, ((0, self.batch_size - queries), (0, 0)))
+        hidden_bd = np.pad(hidden_qd, ((0, self._enough(self.batch_size, queries) - queries), (0, 0)))
         rows = self.model.rules.spec("batch", None)
         with jax.set_mesh(self.mesh):
             hidden = jax.device_put(hidden_bd, NamedSharding(self.mesh, rows))

@@ -68,10 +68,14 @@ def load(
 
     Raises:
         FileNotFoundError: nothing of that name.
+        ValueError: another dtype.
         ConfigError: a config that no port can express; the field is named.
         WeightsError: damaged weights, or weights that don't fit the config.
         TokenizerError: no tokenizer, or one with ids that the model lacks.
     """
+    for name, dtype in (("param_dtype", param_dtype), ("compute_dtype", compute_dtype)):
+        if dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f"{name} is {dtype!r}, expected float32 or bfloat16")
     path = resolve_model(source)
     param_dtype = param_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     config = read_config(path)

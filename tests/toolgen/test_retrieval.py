@@ -225,14 +225,16 @@ def test_few_programs_serve_all_queries(retriever: ToolRetriever) -> None:
     for count in (60, 3, 2, 1):
         retriever.retrieve(texts[-count:], 5)
     before = [function._cache_size() for function in compiled]
-    assert before[0] <= 6 and before[1] == 1
+    assert before[0] <= 6 and before[1] <= 3  # rankings of 4, 2 or 1 queries
     # Another subset or order compiles nothing.
     retriever.retrieve(texts[::-1], 5, allowed=[1, 2])
     assert [function._cache_size() for function in compiled] == before
 
 
-def test_one_query_takes_a_small_prefill(retriever: ToolRetriever) -> None:
-    assert [prefill.shape for prefill in retriever._prefills([40])] == [(1, 64)]
+def test_few_queries_take_a_small_prefill(model: Llama, retriever: ToolRetriever) -> None:
+    many = ToolRetriever(retriever.model, retriever.prompts, retriever.mesh, batch_size=65_536)
+    assert [prefill.shape for prefill in many._prefills([40])] == [(1, 64)]
+    assert_equals(many.retrieve(TEXTS[:2], 3), *brute_force(model, TEXTS[:2], 3, list(range(TOOLS))))
 
 
 @pytest.mark.parametrize(

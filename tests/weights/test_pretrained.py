@@ -1,0 +1,101 @@
+"""`jaxtool.load` as a user calls it: every format, tools, meshes, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtool
+from jaxtool.config import MeshConfig
+from jaxtool.models import parameters
+from jaxtool.parallel import make_mesh
+from jaxtool.weights import TokenizerError, load_tokenizer
+from tests.weights.conftest import WriteGguf
+from tests.weights.test_export import TINY_LLAMA
+from tests.weights.tiny_exports import CASES, GPTJ, LLAMA, TEXT, TOOLS, exported, random_model
+
+IDS = np.arange(2, 14, dtype=np.int32)[None]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(TINY_LLAMA)
+
+
+def logits(loaded: Any) -> np.ndarray:
+    with loaded.on_mesh():
+        hidden = jax.jit(loaded.model.__call__)(IDS, np.arange(IDS.shape[1], dtype=np.int32)[None], np.ones_like(IDS))
+        return np.asarray(loaded.model.logits(hidden))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_was_exported_comes_back(name: str, tokenizer: Any, tmp_path: Path) -> None:
+    folder = exported(CASES[name], tmp_path / "out", tokenizer)
+    loaded = jaxtool.load(str(folder))
+    config = dataclasses.replace(CASES[name], text_tokens=0 if CASES[name].vocab_size == TEXT else TEXT)
+    assert loaded.model.config == dataclasses.replace(config, padded_vocab_size=loaded.model.config.padded_vocab_size)
+    for path, value in parameters(random_model(CASES[name])).items():
+        found = parameters(loaded.model)[path]
+        real = config.vocab_size + config.num_tools if path.startswith(("embedding", "head")) else len(value)
+        np.testing.assert_array_equal(found[:real], value[:real])
+    assert loaded.eos_token_ids == (tokenizer.eos_token_id,) and loaded.path == folder and loaded.mesh is None
+
+
+def test_rows_without_a_token_are_never_predicted(tokenizer: Any, tmp_path: Path) -> None:
+    loaded = jaxtool.load(exported(dataclasses.replace(GPTJ, num_tools=3), tmp_path / "out", tokenizer))
+    found = logits(loaded)[0, -1]
+    assert np.isfinite(found[:TEXT]).all()
+    assert np.isneginf(found[TEXT : GPTJ.vocab_size]).all()
+    assert np.isfinite(found[GPTJ.vocab_size : GPTJ.vocab_size + 3]).all()
+    assert np.isneginf(found[GPTJ.vocab_size + 3 :]).all()
+
+
+def test_a_mesh_changes_nothing_but_the_layout(tokenizer: Any, tmp_path: Path) -> None:
+    folder = exported(dataclasses.replace(LLAMA, num_tools=len(TOOLS)), tmp_path / "out", tokenizer)
+    alone = jaxtool.load(folder)
+    spread = jaxtool.load(folder, mesh=make_mesh(MeshConfig(data=2, fsdp=2, model=2)))
+    for path, value in parameters(spread.model).items():
+        np.testing.assert_array_equal(value, parameters(alone.model)[path])
+    assert len(parameters(spread.model)["blocks.gate_df"].sharding.device_set) == 8
+    lines: list[str] = []
+    jaxtool.load(folder, mesh=make_mesh(MeshConfig(model=8)), report=lines.append)
+    assert any("kv_heads (2) is not divisible by 8" in line for line in lines)
+
+
+def test_dtypes(tokenizer: Any, tmp_path: Path) -> None:
+    folder = exported(LLAMA, tmp_path / "out", tokenizer)
+    stored = jaxtool.load(folder, param_dtype="bfloat16", compute_dtype="float32")
+    assert {leaf.dtype for leaf in parameters(stored.model).values()} == {jnp.dtype(jnp.bfloat16)}
+    assert stored.model.config.compute_dtype == "float32"
+    assert jaxtool.load(folder, param_dtype="bfloat16").model.config.compute_dtype == "bfloat16"
+    with pytest.raises(ValueError, match="param_dtype is 'float8', expected float32 or bfloat16"):
+        jaxtool.load(folder, param_dtype="float8")
+
+
+def test_a_gguf_file(write_gguf: WriteGguf) -> None:
+    loaded = jaxtool.load(write_gguf())
+    assert loaded.eos_token_ids == (2,)
+    assert np.isfinite(logits(loaded)[..., : loaded.model.config.vocab_size - 1]).any()
+
+
+def test_a_tokenizer_that_does_not_fit(tokenizer: Any, tmp_path: Path) -> None:
+    folder = exported(LLAMA, tmp_path / "out", tokenizer)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": TEXT, "content": "<|one too many|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=rf"vocab_size {TEXT}, but the tokenizer in .* has ids up to {TEXT}"):
+        jaxtool.load(folder)
+
+
+def test_nothing_there() -> None:
+    with pytest.raises(FileNotFoundError, match="no such folder"):
+        jaxtool.load("absent/folder/of/models")
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        jaxtool.lode  # noqa: B018
