@@ -95,6 +95,8 @@ def main() -> None:
     jax.set_mesh(mesh)
     base = read_config(source)
     known = check_tokenizer_fits(tokenizer, base, source)
+    if max(tokenizer.get_vocab().values()) >= base.vocab_size:
+        raise ValueError(f"{source}: its tokenizer has tool tokens; train from an export without --tool_tokens")
     base = dataclasses.replace(
         base,
         text_tokens=0 if known == base.vocab_size else known,  # rows of no token are never predicted
@@ -131,7 +133,10 @@ def main() -> None:
         change = catalog_change(list(learned), [tool.name for tool in data.catalog])
         if learned:
             say(f"tools of {source}: {change}")
-        names = [tokenizer(" " + tool.name_text(), add_special_tokens=False)["input_ids"] for tool in data.catalog]
+        names = [
+            tokenizer(" " + tool.name_text(), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            for tool in data.catalog
+        ]
         model = with_catalog(model, change, TokenMean(token_ids=names))
         if trainable.parameters == "lora":
             rank, alpha = sized.lora_rank, sized.lora_alpha

@@ -33,6 +33,7 @@ def run_parser(description: str) -> jsonargparse.ArgumentParser:
         usage="%(prog)s [--config FILE] [--help] [--print_config] [--FIELD VALUE ...]",
         formatter_class=jsonargparse.DefaultHelpFormatter,
         parser_mode=_PARSER_MODE,
+        allow_abbrev=False,  # a misspelt field is an error, not the field that begins like it
     )
     parser.add_argument("--config", action="config", help="YAML file with fields of the run; later options override it")
     parser.add_class_arguments(RunConfig)

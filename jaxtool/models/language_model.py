@@ -298,7 +298,8 @@ class LanguageModel(nnx.Module):
             x_bsd = look_up(self.embedding_vd[...], tool_rows["embedding_vd"], tokens_bs, self.tool_block)
         else:
             table_vd = reshard(self.embedding_vd[...], spec("vocabulary", None))
-            x_bsd = table_vd.at[tokens_bs].get(out_sharding=sharding)
+            # An id behind the last row gives NaN, not the last row.
+            x_bsd = table_vd.at[tokens_bs].get(mode="fill", out_sharding=sharding)
         x_bsd = x_bsd.astype(c.compute_dtype)
         mask_bst = attention_mask(segment_ids_bs)
         rotary = rotary_tables(positions_bs, c.frequencies())

@@ -61,6 +61,8 @@ class LlamaConfig(LanguageModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 1 < self.rope_theta < 1e30:
+            raise ValueError(f"rope_theta is {self.rope_theta}, expected a number above 1 and below 1e30")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "

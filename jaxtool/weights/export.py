@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -243,6 +244,12 @@ def _write_json(path: Path, fields: Mapping[str, Any]) -> None:
 def _check_free(folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ValueError(f"{folder}: exists already, expected a new or empty folder to export to")
+    if folder.is_mount():
+        raise ValueError(f"{folder}: is a mount point, which can't appear whole; choose a folder inside it")
+    left = re.compile(re.escape(f".{folder.name}.") + "[0-9a-f]{8}")
+    for path in folder.parent.iterdir() if folder.parent.is_dir() else ():
+        if left.fullmatch(path.name) and not (path / "config.json").exists():
+            logger.warning(f"{path}: left over from an export that was interrupted (or still runs), delete it")
 
 
 @contextmanager

@@ -81,6 +81,7 @@ class GgufFile:
             raise WeightsError(
                 f"{path}: damaged or cut off GGUF file ({path.stat().st_size} bytes): {error}"
             ) from error
+        self._check_layout()
         self._by_name = {tensor.name: tensor for tensor in self._reader.tensors}
         self.tensors = {
             name: FileTensor(
@@ -92,6 +93,18 @@ class GgufFile:
             if name != ROTARY_DIVISORS
         }
         self.readable_dtypes = _readable_dtypes()
+
+    def _check_layout(self) -> None:
+        """Tensors must follow one another without overlap or gap, each from the next aligned byte on."""
+        alignment, end, before = int(self._reader.alignment), int(self._reader.data_offset), "the header"
+        for tensor in sorted(self._reader.tensors, key=lambda tensor: int(tensor.data_offset)):
+            expected = -(-end // alignment) * alignment
+            if int(tensor.data_offset) != expected:
+                raise WeightsError(
+                    f"{self.source}: tensor {tensor.name!r} starts at byte {int(tensor.data_offset)}, expected "
+                    f"{expected}: the first multiple of {alignment} behind {before}"
+                )
+            end, before = expected + int(tensor.n_bytes), f"tensor {tensor.name!r}"
 
     @property
     def architecture(self) -> str:

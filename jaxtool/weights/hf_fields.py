@@ -5,7 +5,6 @@ What the fields mean for each family of models is in `hf_config`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -148,8 +147,9 @@ def positive_int(config: Mapping[str, Any], field: str, source: str) -> int:
 def positive_float(config: Mapping[str, Any], field: str, source: str) -> float:
     """A field that must be a finite number above 0."""
     value = required(config, field, source)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{source}: field {field!r} is {value!r}, expected a positive number")
+    # Bounded as float32 is: that is what it becomes, and a number of 400 digits has no float at all.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-37 < value < 1e38:
+        raise ConfigError(f"{source}: field {field!r} is {repr(value)[:40]}, expected a positive number below 1e38")
     return float(value)
 
 

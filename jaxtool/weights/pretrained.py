@@ -81,6 +81,7 @@ def load(
     config = read_config(path)
     tokenizer = load_tokenizer(path)
     known = check_tokenizer_fits(tokenizer, config, str(path))
+    ends = eos_token_ids(path, tokenizer)
     config = dataclasses.replace(
         config,
         text_tokens=0 if known == config.vocab_size else known,
@@ -99,7 +100,7 @@ def load(
     return Pretrained(
         model=model,
         tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(path, tokenizer),
+        eos_token_ids=ends,
         path=path,
         mesh=mesh,
     )

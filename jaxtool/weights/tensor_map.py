@@ -152,6 +152,10 @@ def plan_tensors(
         leaf = abstract[path]
         template = files.name_of(rule)
         layers = leaf.shape[0] if rule.stacked else 1
+        if layers > len(files.tensors):  # before a name is made for each
+            raise WeightsError(
+                f"{files.source}: the config says {layers:,} layers, the files hold {len(files.tensors):,} tensors"
+            )
         names = tuple(template.replace("{layer}", str(layer)) for layer in range(layers))
         shape = file_shape(rule, leaf, vocab_size, files.source)
         expected |= dict.fromkeys(names, shape)

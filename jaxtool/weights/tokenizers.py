@@ -165,7 +165,13 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: LanguageMod
             f"{tokenizer.name_or_path or 'memory'} has ids up to {size - 1} ({largest!r}), "
             f"expected at most {config.vocab_size + config.num_tools - 1}"
         )
-    return min(size, config.vocab_size)
+    if not config.num_tools:
+        return size
+    # An export with tool tokens names the rows between the last text token and the first tool.
+    known, text = tokenizer.get_vocab(), min(size, config.vocab_size)
+    unused = next((n for n in range(text, 0, -1) if known.get(f"<|unused_{n - 1}|>") == text - 1), 0)
+    names = all(known.get(f"<|unused_{i}|>") == text - unused + i for i in range(unused))
+    return text - unused if names else text
 
 
 def eos_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

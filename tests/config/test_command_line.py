@@ -206,3 +206,9 @@ def test_an_interrupt_is_one_line(words: dict[str, str], said: str, capsys: pyte
         run_script(lambda: signal.raise_signal(signal.SIGINT), **words)
     assert end.value.code == 130
     assert capsys.readouterr().err == said
+
+
+def test_an_option_cut_short_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse_run(run_parser("test"), ["--memorization.epoch", "3"])
+    assert stopped.value.code != 0 and "memorization.epoch" in capsys.readouterr().err

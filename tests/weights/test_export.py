@@ -108,7 +108,7 @@ def test_two_tensors_are_on_the_host_at_a_time(tokenizer: Any, tmp_path: Path) -
     finally:
         tracemalloc.stop()
     assert sum(value.nbytes for value in stored(tmp_path / "out").values()) > 9 * largest
-    assert largest < peak < 2.2 * largest
+    assert largest < peak < 2.5 * largest
 
 
 def test_another_dtype(tokenizer: Any, tmp_path: Path) -> None:

@@ -151,3 +151,17 @@ def test_damaged_header_is_a_value_error(write_gguf: WriteGguf, damaged_path: Pa
             assert "x.gguf" in str(error)
 
     check()
+
+
+def test_tensors_lie_one_behind_the_other(write_gguf: WriteGguf, tmp_path: Path) -> None:
+    content = bytearray(write_gguf().read_bytes())
+    name = b"blk.0.attn_v.weight"
+    # name, number of dimensions (4 bytes), two dimensions (16), type (4), offset (8)
+    offset = content.index(name) + len(name) + 24
+    for bit in (2, 5, 9):  # not aligned, then aligned but elsewhere
+        changed = bytearray(content)
+        changed[offset + bit // 8] ^= 1 << bit % 8
+        path = tmp_path / f"changed{bit}.gguf"
+        path.write_bytes(changed)
+        with pytest.raises(WeightsError, match=r"starts at byte \d+, expected \d+|damaged or cut off"):
+            GgufFile(path)

@@ -99,3 +99,37 @@ def test_nothing_there() -> None:
         jaxtool.load("absent/folder/of/models")
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         jaxtool.lode  # noqa: B018
+
+
+def test_tool_tokens_do_not_make_unknown_rows_known(tokenizer: Any, tmp_path: Path) -> None:
+    config = dataclasses.replace(GPTJ, num_tools=3)
+    plain = jaxtool.load(exported(config, tmp_path / "plain", tokenizer))
+    named = jaxtool.load(exported(config, tmp_path / "named", tokenizer, tool_tokens=True))
+    assert len(named.tokenizer) == GPTJ.vocab_size + 3
+    assert named.model.config == plain.model.config and named.model.config.text_tokens == TEXT
+    np.testing.assert_array_equal(logits(named), logits(plain))
+
+
+def test_an_id_behind_the_last_row_is_no_row(tokenizer: Any, tmp_path: Path) -> None:
+    loaded = jaxtool.load(exported(LLAMA, tmp_path / "out", tokenizer))
+    ids = jnp.asarray([[3, TEXT]])
+    hidden = loaded.model(ids, jnp.asarray([[0, 1]]), jnp.ones_like(ids))
+    assert np.isnan(hidden[:, 1]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**6}, r"the config says 1,000,000 layers, the files hold 21 tensors"),
+        ({"rope_theta": 10**400}, "field 'rope_theta' is 1000000.*, expected a positive number below 1e38"),
+        ({"rope_theta": 1e37}, "rope_theta is 1e.37, expected a number above 1 and below 1e30"),
+    ],
+)
+def test_a_number_in_the_config_that_no_model_has(
+    change: dict[str, Any], message: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    folder = exported(LLAMA, tmp_path / "out", tokenizer)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        jaxtool.load(folder)
