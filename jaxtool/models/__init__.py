@@ -1,5 +1,6 @@
 """Network definitions and their parameter trees."""
 
+from jaxtool.models.attention import SHARED_PREFIX
 from jaxtool.models.catalog_change import CatalogChange, catalog_change
 from jaxtool.models.gptj import GPTJ, GPTJConfig
 from jaxtool.models.language_model import LanguageModel, LanguageModelConfig, padded_rows
@@ -23,6 +24,7 @@ from jaxtool.models.vocabulary import (
 __all__ = [
     "GPTJ",
     "PORTS",
+    "SHARED_PREFIX",
     "CatalogChange",
     "GPTJConfig",
     "LanguageModel",

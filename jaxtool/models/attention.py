@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec
 
 from jaxtool.parallel import AxisRules, active_mesh_axes, einsum
 
+SHARED_PREFIX = -1  # segment of tokens that all segments behind them in the row see, as if each began with them
+
 _GROUPED = ("batch", "sequence", "kv_heads", None, "head_size")
 
 
@@ -31,15 +33,16 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
 
 
 def attention_mask(segment_ids_bs: jax.Array) -> jax.Array:
-    """Boolean [B, S, S]: query s sees key t when t <= s and both are of one segment; padding (0) sees only itself.
+    """Boolean [B, S, S]: query s sees key t when t <= s and both are of one segment, or t is of `SHARED_PREFIX`.
 
-    The own position is always visible, so no softmax row is empty.
+    Padding (0) sees only itself: the own position is always visible, so no softmax row is empty.
     """
     length = segment_ids_bs.shape[1]
     causal = jnp.tril(jnp.ones((length, length), dtype=bool))
-    same = segment_ids_bs[:, :, None] == segment_ids_bs[:, None, :]
-    real = (segment_ids_bs > 0)[:, :, None] | jnp.eye(length, dtype=bool)
-    return causal & same & real
+    key_b1t = segment_ids_bs[:, None, :]
+    visible = (segment_ids_bs[:, :, None] == key_b1t) | (key_b1t == SHARED_PREFIX)
+    real = (segment_ids_bs != 0)[:, :, None] | jnp.eye(length, dtype=bool)
+    return causal & visible & real
 
 
 def attend(q_bsnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, mask_bst: jax.Array, rules: AxisRules) -> jax.Array:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtool.data import ChatPrompts
-from jaxtool.models import LanguageModel, parameters
+from jaxtool.models import SHARED_PREFIX, LanguageModel, parameters
 from jaxtool.parallel import einsum, reshard
 
 SHORTEST_ROW = 64
@@ -56,9 +56,10 @@ class Retrieved:
 class ToolRetriever:
     """Ranks the tools of a model for texts.
 
-    Prompts of different lengths share rows, so that little of a prefill is padding; segment ids keep them apart, and
-    a query's result is that of its prompt alone. Row lengths are powers of two, and a prefill has batch_size rows or
-    a half, a quarter, ... of them, so that few compiled programs serve all queries.
+    Prompts of different lengths share rows, so that little of a prefill is padding, and the tokens of the template that
+    all prompts of a call begin with are computed once a row. Segment ids keep the prompts apart: a query's result is
+    that of its prompt alone. Row lengths are powers of two, and a prefill has batch_size rows or a half, a quarter, ...
+    of them, so that few compiled programs serve all queries.
 
     Args:
         model: a model with tool rows, its parameters on `mesh`. Its head is read here, once.
@@ -120,9 +121,11 @@ class ToolRetriever:
 
         tools_qk = np.full((len(texts), k), -1, np.int32)
         log_probs_qk = np.full((len(texts), k), -np.inf, np.float32)
-        for prefill in self._prefills([len(prompt.ids) for prompt in prompts]):
+        shared = _shared_prefix([prompt.ids for prompt in prompts])
+        own = [prompt.ids[len(shared) :] for prompt in prompts]
+        for prefill in self._prefills([len(ids) for ids in own], len(shared)):
             queries = [query for row in prefill.rows for query in row]
-            hidden_qd = self._last_hidden(prefill, [prompt.ids for prompt in prompts])
+            hidden_qd = self._last_hidden(prefill, shared, own)
             for first in range(0, len(queries), self.batch_size):
                 some = queries[first : first + self.batch_size]
                 scores, ranked = self._rank(hidden_qd[first : first + self.batch_size], mask_t, min(k, tools))
@@ -143,9 +146,9 @@ class ToolRetriever:
             cut=sum(prompt.cut > 0 for prompt in prompts),
         )
 
-    def _prefills(self, lengths: Sequence[int]) -> list[_Prefill]:
-        """Prompts of these lengths in as little work as one of three row lengths gives."""
-        longest = max(lengths, default=1)
+    def _prefills(self, lengths: Sequence[int], shared: int) -> list[_Prefill]:
+        """Prompts with these numbers of tokens behind `shared` common ones, in the row length that makes least work."""
+        longest = shared + max(lengths, default=1)
         shortest_row = max(SHORTEST_ROW, 1 << (longest - 1).bit_length())
         c, weights = self.model.config, parameters(self.model)
         per_token = sum(leaf.size for path, leaf in weights.items() if path.startswith("blocks.")) / c.num_hidden_layers
@@ -155,7 +158,7 @@ class ToolRetriever:
             most = self.batch_size * shortest_row // row_length // self._parts * self._parts
             if most == 0:
                 break
-            rows, prefills = _packed(lengths, row_length), []
+            rows, prefills = _packed(lengths, row_length - shared), []
             for start in range(0, len(rows), most):
                 members = rows[start : start + most]
                 prefills.append(_Prefill(rows=members, shape=(self._enough(most, len(members)), row_length)))
@@ -169,18 +172,20 @@ class ToolRetriever:
             most //= 2
         return most
 
-    def _last_hidden(self, prefill: _Prefill, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    def _last_hidden(self, prefill: _Prefill, shared: Sequence[int], own: Sequence[Sequence[int]]) -> np.ndarray:
         """Hidden states [Q, D] at the end of the prompts of `prefill`, in the order of its rows."""
         rows, length = prefill.shape
         tokens_bs, positions_bs, segments_bs = (np.zeros((rows, length), np.int32) for _ in range(3))
         last_bp = np.zeros((rows, length // _SHORTEST_PLACE), np.int32)
+        begin = len(shared)
+        tokens_bs[:, :begin], positions_bs[:, :begin], segments_bs[:, :begin] = shared, np.arange(begin), SHARED_PREFIX
         places = []
         for row, members in enumerate(prefill.rows):
-            start = 0
+            start = begin
             for segment, number in enumerate(members):
-                end = start + len(prompts[number])
-                tokens_bs[row, start:end] = prompts[number]
-                positions_bs[row, start:end] = np.arange(end - start)
+                end = start + len(own[number])
+                tokens_bs[row, start:end] = own[number]
+                positions_bs[row, start:end] = np.arange(begin, begin + end - start)
                 segments_bs[row, start:end] = segment + 1
                 last_bp[row, segment] = end - 1
                 places.append((row, segment))
@@ -201,6 +206,16 @@ class ToolRetriever:
             mask = jax.device_put(mask_t, NamedSharding(self.mesh, PartitionSpec(None)))
             scores, ids = _top_tools(hidden, self._tools_td, self._bias_t, mask, k, rows)
         return np.asarray(scores)[:queries], np.asarray(ids)[:queries]
+
+
+def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
+    """The tokens that all prompts begin with, short of the `_SHORTEST_PLACE` last ones of each."""
+    most = max(min(map(len, prompts), default=0) - _SHORTEST_PLACE, 0)
+    if most == 0:
+        return []
+    first, last = min(prompts), max(prompts)  # what these two begin with, all begin with
+    differing = (i for i, (a, b) in enumerate(zip(first[:most], last[:most], strict=True)) if a != b)
+    return first[: next(differing, most)]
 
 
 def _packed(lengths: Sequence[int], row_length: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtool.models.attention import attend, attention_mask, layer_norm, rms_norm
+from jaxtool.models.attention import SHARED_PREFIX, attend, attention_mask, layer_norm, rms_norm
 from jaxtool.parallel import AxisRules
 
 
@@ -15,6 +15,16 @@ def test_attention_mask() -> None:
     expected = [
         [s == t or (s >= t and segments[s] == segments[t] != 0) for t in range(len(segments))]
         for s in range(len(segments))
+    ]
+    np.testing.assert_array_equal(attention_mask(jnp.array([segments]))[0], expected)
+
+
+def test_a_shared_prefix_is_seen_by_the_segments_behind_it() -> None:
+    segments = [3, SHARED_PREFIX, SHARED_PREFIX, 1, 1, 2, 0, 2]
+    prefix = {1, 2}
+    expected = [
+        [s == t or (s > t and segments[s] != 0 and (segments[s] == segments[t] or t in prefix)) for t in range(8)]
+        for s in range(8)
     ]
     np.testing.assert_array_equal(attention_mask(jnp.array([segments]))[0], expected)
 
