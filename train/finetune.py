@@ -95,8 +95,6 @@ def main() -> None:
     jax.set_mesh(mesh)
     base = read_config(source)
     known = check_tokenizer_fits(tokenizer, base, source)
-    if max(tokenizer.get_vocab().values()) >= base.vocab_size:
-        raise ValueError(f"{source}: its tokenizer has tool tokens; train from an export without --tool_tokens")
     base = dataclasses.replace(
         base,
         text_tokens=0 if known == base.vocab_size else known,  # rows of no token are never predicted

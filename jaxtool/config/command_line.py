@@ -115,6 +115,9 @@ def open_console() -> Console:
     handler = RichHandler(console=console, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
     logging.getLogger("jaxtool").setLevel(logging.INFO)
+    # How files of weights and tokenizers are laid out is for those who convert them, not for those who train.
+    for name in ("load", "tokenizers"):
+        logging.getLogger(f"jaxtool.weights.{name}").setLevel(logging.WARNING)
     return console
 
 

@@ -59,7 +59,11 @@ class DataConfig:
     """Which tools and queries, and how they are rendered.
 
     Attributes:
-        source: "bfcl" for the embedded default, or a folder in BEIR format (corpus, queries, qrels).
+        source: "bfcl" for the embedded default, a folder in BEIR format (corpus.jsonl, queries.jsonl, qrels/), a folder
+            with tools.json and train.jsonl (test.jsonl too, if there is one), or a catalogue of tools (a file of
+            OpenAI-style functions, ToolBench JSON or our own JSON Lines) together with train_queries.
+        train_queries: labelled queries for the catalogue: JSON Lines, rows {"query": text, "tools": [name, ...]}.
+        test_queries: the same, for evaluation (null: part of train_queries is held out).
         seed: decides the split of a set that comes without one.
         system_prompt: text of the system turn; "" gives an empty one, null leaves it to the chat template.
         max_query_tokens: longest retrieval prompt, template included; longer queries are cut at their end and counted.
@@ -68,6 +72,8 @@ class DataConfig:
     """
 
     source: str = "bfcl"
+    train_queries: str | None = None
+    test_queries: str | None = None
     seed: int = 0
     system_prompt: str | None = ""
     max_query_tokens: int = 256
@@ -197,7 +203,9 @@ class EvaluationConfig:
     """Retrieval on held-out queries.
 
     Attributes:
-        k: ranked tools per query; 5 is the largest cut of the metrics.
+        k: ranked tools of a query, best first: the length of `tools` in the lines that infer/retrieve.py writes for
+            --queries (as many as there are tools, if these are fewer). At least 5, the places that the metrics look at;
+            more than 5 don't change them.
         batch_size: bounds the memory of a prefill, over all devices: it holds the tokens of this many of the longest
             queries. At most 65,536, and 2^26 (67 million) tokens with queries of data.max_query_tokens.
         max_queries: evaluate the first this many queries of each part (0: all).
@@ -210,7 +218,8 @@ class EvaluationConfig:
     examples: int = 5
 
     def __post_init__(self) -> None:
-        _within("k", self.k, 5)
+        if self.k < 5:
+            raise ValueError(f"k is {self.k}, expected 5 or more: the metrics look at 5 places")
         _within("batch_size", self.batch_size, 1, MOST_ROWS)
         _within("max_queries", self.max_queries, 0)
         _within("examples", self.examples, 0)

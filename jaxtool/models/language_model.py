@@ -299,8 +299,8 @@ class LanguageModel(nnx.Module):
             x_bsd = look_up(self.embedding_vd[...], tool_rows["embedding_vd"], tokens_bs, self.tool_block)
         else:
             table_vd = reshard(self.embedding_vd[...], spec("vocabulary", None))
-            # An id behind the last row gives NaN, not the last row.
-            x_bsd = table_vd.at[tokens_bs].get(mode="fill", out_sharding=sharding)
+            # An id that has no row gives NaN, not another token's row.
+            x_bsd = table_vd.at[tokens_bs].get(mode="fill", out_sharding=sharding, wrap_negative_indices=False)
         x_bsd = x_bsd.astype(c.compute_dtype)
         mask_bst = attention_mask(segment_ids_bs)
         rotary = rotary_tables(positions_bs, c.frequencies())

@@ -173,7 +173,7 @@ _add_bias.defvjp(_add_bias_forward, _add_bias_backward)
 def _taken(matrix_vd: jax.Array, tokens_bs: jax.Array, rows_axis: str | None, rules: AxisRules) -> jax.Array:
     matrix_vd = reshard(matrix_vd, rules.spec(rows_axis, None))
     out = rules.spec("batch", "sequence", "activation")
-    return matrix_vd.at[tokens_bs].get(mode="fill", out_sharding=_on_mesh(out))
+    return matrix_vd.at[tokens_bs].get(mode="fill", out_sharding=_on_mesh(out), wrap_negative_indices=False)
 
 
 def _tool_columns(grad_bpv: jax.Array, block: ToolBlock) -> jax.Array:

@@ -8,8 +8,9 @@ from jaxtool.weights.hf_fields import ConfigError
 from jaxtool.weights.load import generation_folder, plan_weights, read_config, read_weights, resolve_model
 from jaxtool.weights.safetensors_reader import read_json_object
 from jaxtool.weights.tensor_map import WeightPlan, WeightsError
-from jaxtool.weights.tokenizers import TokenizerError, check_tokenizer_fits, eos_token_ids, load_tokenizer
+from jaxtool.weights.tokenizers import check_tokenizer_fits, eos_token_ids, load_tokenizer
 from jaxtool.weights.tool_ids import read_tool_ids
+from jaxtool.weights.tool_tokens import TokenizerError
 
 __all__ = [
     "ConfigError",

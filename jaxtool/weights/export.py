@@ -33,8 +33,8 @@ from jaxtool.weights.safetensors_reader import read_json_object
 from jaxtool.weights.safetensors_writer import SHARD_BYTES, SafetensorsWriter
 from jaxtool.weights.tensor_map import TensorRule, WeightsError, check_tree, file_shape
 from jaxtool.weights.tensor_tables import tensor_rules
-from jaxtool.weights.tokenizers import TokenizerError
-from jaxtool.weights.tool_ids import check_names, tool_token, with_tool_tokens, write_tool_ids
+from jaxtool.weights.tool_ids import check_names, write_tool_ids
+from jaxtool.weights.tool_tokens import TokenizerError, tool_token, with_tool_tokens
 
 logger = logging.getLogger(__name__)
 

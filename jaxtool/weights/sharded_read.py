@@ -35,6 +35,8 @@ _ROWS = 128
 # Parts of a parameter that are filled together, in bytes; at least one device's part is.
 _FILLED_TOGETHER = 2 << 30
 _THREADS = min(8, os.cpu_count() or 1)
+# Bits of the exponent, by dtype: all set in infinities and NaN.
+_EXPONENTS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000}
 # XLA on CPU takes numpy memory that is aligned like this as it is, without a copy.
 _ALIGNMENT = 64
 
@@ -173,6 +175,7 @@ class _Piece:
 
     def fill(self, files: TensorFiles) -> None:
         part = files.read(self.name, tuple(slice(*ends) for ends in self.box))
+        self.check_finite(part, files)
         if self.head_size is not None:
             part = undo_rotary_permutation(part, self.head_size)
         for cut in self.cuts:
@@ -181,6 +184,21 @@ class _Piece:
                 for mine, all_ in zip(cut.box[1:], self.box[1:], strict=True)
             )
             cut.take(part[(slice(None), *columns)], self.box[0][0])
+
+    def check_finite(self, part: np.ndarray, files: TensorFiles) -> None:
+        """Raises WeightsError where a value is infinite or no number, as files cut from float32 to float16 have."""
+        exponent = _EXPONENTS.get(part.dtype.name)
+        if exponent is None:
+            damaged = ~np.isfinite(part)
+        else:  # bits all set; many times faster than isfinite, which bfloat16 takes one element at a time
+            bits = np.dtype(f"u{part.dtype.itemsize}").type(exponent)
+            damaged = (part.view(bits.dtype) & bits) == bits
+        if damaged.any():
+            at = [int(i) + start for i, (start, _) in zip(np.argwhere(damaged)[0], self.box, strict=True)]
+            raise WeightsError(
+                f"{files.tensors[self.name].file}: tensor {self.name} has a value that is infinite or not a number "
+                f"at {at}, expected finite weights"
+            )
 
 
 def _pieces(

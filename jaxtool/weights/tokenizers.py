@@ -24,12 +24,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from jaxtool.models import LanguageModelConfig
 from jaxtool.weights.gguf_reader import GgufFile
 from jaxtool.weights.safetensors_reader import read_json_object
+from jaxtool.weights.tool_ids import read_tool_ids
+from jaxtool.weights.tool_tokens import TokenizerError, text_folder
 
 logger = logging.getLogger(__name__)
-
-
-class TokenizerError(ValueError):
-    """A tokenizer that can't be built faithfully; names the file and the field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,16 +128,22 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     rebuild the pre-tokenizer from their own idea of the model, e.g. `GPT2Tokenizer` loses SmolLM2's digit
     splitting.
 
+    Tokens that an export added for tool rows are left out: inside jaxtool tools are ids.
+
     Text that spells a special token, such as `<|im_end|>`, encodes to that token's id; for untrusted text
     pass `split_special_tokens=True` when encoding.
 
     Raises:
         FileNotFoundError: no such folder or file.
         TokenizerError: the tokenizer is damaged or of a kind that can't be rebuilt faithfully.
+        WeightsError: the folder's table of tools is damaged.
     """
     path = Path(path)
     if path.is_dir():
-        return _from_folder(path)
+        with text_folder(path, read_tool_ids(path)) as folder:
+            tokenizer = _from_folder(folder)
+        tokenizer.name_or_path = str(path)
+        return tokenizer
     return tokenizer_from_gguf(GgufFile(path))
 
 
@@ -147,7 +151,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: LanguageMod
     """Checks that the model has a row for each id of the tokenizer, and counts those of text.
 
     Args:
-        tokenizer: the text tokenizer; that of an exported folder may have tokens for the tool rows.
+        tokenizer: the text tokenizer.
         config: the model's; `vocab_size` counts its text rows.
         source: the model's folder or file, for the message.
 
@@ -155,23 +159,17 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: LanguageMod
         The largest id of a text row + 1, added and special tokens included: what `text_tokens` of the config should be.
 
     Raises:
-        TokenizerError: the tokenizer has ids that the model lacks.
+        TokenizerError: the tokenizer has ids that the model's text rows lack.
     """
     size = _size(tokenizer)
-    if size > config.vocab_size + config.num_tools:
+    if size > config.vocab_size:
         largest = tokenizer.convert_ids_to_tokens(size - 1)
         raise TokenizerError(
             f"{source}: the model has vocab_size {config.vocab_size}, but the tokenizer in "
             f"{tokenizer.name_or_path or 'memory'} has ids up to {size - 1} ({largest!r}), "
-            f"expected at most {config.vocab_size + config.num_tools - 1}"
+            f"expected at most {config.vocab_size - 1}"
         )
-    if not config.num_tools:
-        return size
-    # An export with tool tokens names the rows between the last text token and the first tool.
-    known, text = tokenizer.get_vocab(), min(size, config.vocab_size)
-    unused = next((n for n in range(text, 0, -1) if known.get(f"<|unused_{n - 1}|>") == text - 1), 0)
-    names = all(known.get(f"<|unused_{i}|>") == text - unused + i for i in range(unused))
-    return text - unused if names else text
+    return size
 
 
 def eos_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

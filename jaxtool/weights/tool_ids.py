@@ -1,27 +1,20 @@
-"""Which row of an exported model is which tool: the table `tool_ids.jsonl`, and tool tokens for those who want text.
+"""Which row of an exported model is which tool: the table `tool_ids.jsonl`.
 
-Tool rows lie behind the text rows. Inside jaxtool tools are ids and never text; `with_tool_tokens` is for programs
-that know a model through its tokenizer alone.
+Tool rows lie behind the text rows. Tokenizers that know tools as text are made in `tool_tokens`.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from tokenizers import AddedToken
 
 from jaxtool.weights.safetensors_header import parse_json_object
 from jaxtool.weights.tensor_map import WeightsError
-from jaxtool.weights.tokenizers import TokenizerError
 
 TOOL_IDS_FILE = "tool_ids.jsonl"
 
 _FIELDS = {"id", "name"}
-_LISTED = 5
 
 
 def write_tool_ids(folder: Path, names: Sequence[str], first_id: int) -> None:
@@ -83,68 +76,3 @@ def check_names(names: Sequence[str]) -> None:
             name.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"tool {tool}: its name {name!r} is not valid Unicode") from error
-
-
-def tool_token(name: str) -> str:
-    """The text of a tool's token.
-
-    The blank makes byte-level tokenizers give the text back as it is: they take a token that consists of their byte
-    symbols alone for bytes, and `é` is such a symbol.
-    """
-    return f"<|tool {name}|>"
-
-
-def with_tool_tokens(tokenizer: Any, names: Sequence[str], first_id: int) -> tuple[Any, int]:
-    """A copy of the tokenizer in which tool i is the special token `<|tool NAME|>` with the id `first_id + i`.
-
-    Ids between the tokenizer's last and `first_id` (padding rows of the checkpoint) become `<|unused_0|>` and so on:
-    a tokenizer has no gaps. One that has the tool tokens already is copied as it is.
-
-    Returns:
-        The tokenizer and the number of unused tokens.
-
-    Raises:
-        TokenizerError: a token's text is taken, or the tokenizer gives a token another id than its row or doesn't
-            encode and decode it as one; names the tool.
-    """
-    tokens = [tool_token(name) for name in names]
-    known: Mapping[str, int] = tokenizer.get_vocab()
-    wanted = dict(zip(tokens, range(first_id, first_id + len(tokens)), strict=True))
-    result = copy.deepcopy(tokenizer)
-    if all(known.get(token) == row for token, row in wanted.items()):
-        return result, 0
-    end = max(known.values(), default=-1) + 1
-    if end > first_id:
-        raise TokenizerError(
-            f"the tokenizer has ids up to {end - 1:,}, expected none behind the model's {first_id:,} text rows"
-        )
-    unused = [f"<|unused_{i}|>" for i in range(first_id - end)]
-    wanted = dict(zip(unused, range(end, first_id), strict=True)) | wanted
-    for token, row in wanted.items():
-        if token in known:
-            raise TokenizerError(
-                f"the tokenizer has the token {token!r} already (id {known[token]:,}), expected it to be free for row "
-                f"{row:,}: rename it, or export without tool tokens"
-            )
-    result.add_tokens([AddedToken(token, special=True, normalized=False) for token in wanted])
-    _check_round_trip(result, wanted)
-    return result, len(unused)
-
-
-def _check_round_trip(tokenizer: Any, wanted: Mapping[str, int]) -> None:
-    texts, rows = list(wanted), list(wanted.values())
-    for text, row, found in zip(texts, rows, tokenizer.convert_tokens_to_ids(texts), strict=True):
-        if found != row:
-            raise TokenizerError(f"the tokenizer gives the token {text!r} the id {found}, expected its row {row:,}")
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
-    lost = [
-        text
-        for text, row, ids in zip(texts, rows, encoded, strict=True)
-        if ids != [row] or tokenizer.decode([row], skip_special_tokens=False) != text
-    ]
-    if lost:
-        more = f" and {len(lost) - _LISTED:,} more" if len(lost) > _LISTED else ""
-        raise TokenizerError(
-            f"the tokenizer doesn't encode and decode {', '.join(map(repr, lost[:_LISTED]))}{more} as one token: "
-            "rename the tools, or export without tool tokens"
-        )

@@ -11,12 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jaxtool
 from jaxtool.config import MeshConfig
 from jaxtool.models import parameters
 from jaxtool.parallel import make_mesh
-from jaxtool.weights import TokenizerError, load_tokenizer
+from jaxtool.weights import TokenizerError, WeightsError, load_tokenizer
 from tests.weights.conftest import WriteGguf
 from tests.weights.test_export import TINY_LLAMA
 from tests.weights.tiny_exports import CASES, GPTJ, LLAMA, TEXT, TOOLS, exported, random_model
@@ -105,16 +106,32 @@ def test_tool_tokens_do_not_make_unknown_rows_known(tokenizer: Any, tmp_path: Pa
     config = dataclasses.replace(GPTJ, num_tools=3)
     plain = jaxtool.load(exported(config, tmp_path / "plain", tokenizer))
     named = jaxtool.load(exported(config, tmp_path / "named", tokenizer, tool_tokens=True))
-    assert len(named.tokenizer) == GPTJ.vocab_size + 3
+    assert len(named.tokenizer) == TEXT
     assert named.model.config == plain.model.config and named.model.config.text_tokens == TEXT
     np.testing.assert_array_equal(logits(named), logits(plain))
 
 
-def test_an_id_behind_the_last_row_is_no_row(tokenizer: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", [TEXT, -1, -TEXT, -(2**31)])
+@pytest.mark.parametrize("block", [False, True])
+def test_an_id_without_a_row_is_no_other_row(row: int, block: bool, tokenizer: Any, tmp_path: Path) -> None:
     loaded = jaxtool.load(exported(LLAMA, tmp_path / "out", tokenizer))
-    ids = jnp.asarray([[3, TEXT]])
-    hidden = loaded.model(ids, jnp.asarray([[0, 1]]), jnp.ones_like(ids))
+    ids = jnp.asarray([[3, row]])
+    model = loaded.model
+    tool_rows = {"embedding_vd": jnp.zeros((0, LLAMA.hidden_size)), "head_vd": jnp.zeros((0, LLAMA.hidden_size))}
+    hidden = model(ids, jnp.asarray([[0, 1]]), jnp.ones_like(ids), tool_rows=tool_rows if block else None)
     assert np.isnan(hidden[:, 1]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_weights_that_are_no_numbers(dtype: str, value: float, tokenizer: Any, tmp_path: Path) -> None:
+    folder = exported(LLAMA, tmp_path / "out", tokenizer, dtype=dtype)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name][3, 7] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=rf"model.safetensors: tensor {name} .* not a number at \[3, 7\]"):
+        jaxtool.load(folder)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,44 @@ class TestToolTokens:
             )
             assert files(again)["tokenizer.json"] == files(folder)["tokenizer.json"]
         assert load(folder).model.config.num_tools == len(TOOLS)
+
+    @pytest.mark.parametrize("saved_by", ["jaxtool", "transformers", "transformers 4"])
+    def test_a_loaded_tokenizer_knows_text_alone(self, saved_by: str, tokenizer: Any, tmp_path: Path) -> None:
+        """What the export added is taken out again, also where transformers has saved the tokenizer since."""
+        folder = exported(CASES["gptj-tools"], tmp_path / "out", tokenizer, tool_tokens=True)
+        if saved_by != "jaxtool":
+            transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+        if saved_by == "transformers 4":  # which repeats added tokens in three more places
+            added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+            settings = json.loads((folder / "tokenizer_config.json").read_text())
+            settings["added_tokens_decoder"] = {
+                str(token["id"]): {key: value for key, value in token.items() if key != "id"} for token in added
+            }
+            settings["additional_special_tokens"] = [token["content"] for token in added[-3:]]
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+            (folder / "special_tokens_map.json").write_text(
+                json.dumps({"additional_special_tokens": settings["additional_special_tokens"]})
+            )
+            (folder / "added_tokens.json").write_text(json.dumps({token["content"]: token["id"] for token in added}))
+        before = files(folder)
+        found = load_tokenizer(folder)
+        assert found.get_vocab() == tokenizer.get_vocab()
+        assert found.added_tokens_decoder.keys() == tokenizer.added_tokens_decoder.keys()
+        assert found.all_special_tokens == tokenizer.all_special_tokens
+        assert found.chat_template == tokenizer.chat_template and found.name_or_path == str(folder)
+        text = f"Call 2025 times <|im_end|> <|tool {TOOLS[0]}|>.\n"
+        assert found(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert files(folder) == before
+
+    def test_tokens_of_another_name_stay_and_are_said(self, tokenizer: Any, tmp_path: Path) -> None:
+        """Tool rows that somebody named otherwise are not ours to take out."""
+        config = CASES["qwen3-tools"]
+        folder = exported(config, tmp_path / "out", tokenizer)
+        other = load_tokenizer(folder)
+        other.add_tokens(["<tool 0>"])
+        other.save_pretrained(folder)
+        with pytest.raises(TokenizerError, match=r"has ids up to 264 \('<tool 0>'\), expected at most 263"):
+            load(folder)
 
     @pytest.mark.parametrize("taken", ["<|tool search|>", "<|unused_3|>"])
     def test_collisions(self, taken: str, tokenizer: Any, tmp_path: Path) -> None:
