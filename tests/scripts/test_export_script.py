@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import transformers
 
 from jaxtool.config import MeshConfig, parse_run, run_parser
 from jaxtool.data import load_retrieval_set
@@ -68,7 +69,9 @@ def test_the_folder_holds_the_model(trained: tuple[Path, LanguageModel], script:
     assert json.loads((folder / "generation_config.json").read_text()) == GENERATION
     tools = {f"get_{topic}": model.config.vocab_size + tool for tool, topic in enumerate(TOPICS)}
     assert read_tool_ids(folder) == tools
-    assert load_tokenizer(folder)("<|tool get_music|>")["input_ids"] == [tools["get_music"]]
+    by_transformers = transformers.AutoTokenizer.from_pretrained(folder)
+    assert by_transformers("<|tool get_music|>")["input_ids"] == [tools["get_music"]]
+    assert load_tokenizer(folder).get_vocab() == load_tokenizer(run_dir / "tokenizer").get_vocab()
 
 
 def test_mistakes_end_with_one_line(trained: tuple[Path, LanguageModel], world: Path, tmp_path: Path) -> None:
@@ -92,7 +95,7 @@ def test_training_on_an_exported_folder_keeps_the_learned_rows(
     trained: tuple[Path, LanguageModel], script: Script, world: Path, tmp_path: Path
 ) -> None:
     run_dir, model = trained
-    done = script("infer/export.py", "--run_dir", str(run_dir), "--output", str(tmp_path / "out"))
+    done = script("infer/export.py", "--run_dir", str(run_dir), "--output", str(tmp_path / "out"), "--tool_tokens")
     assert done.returncode == 0, done.stderr
     shutil.copytree(world / "set", tmp_path / "data")
     corpus = tmp_path / "data/corpus.jsonl"
