@@ -246,6 +246,12 @@ def load_retrieval_set(
     if not path.exists():
         raise QuerySetError(f"data.source {source!r}: no such file or folder; {_EXPECTED}")
     if train_queries is not None:
+        catalog = labelled_catalog(path) if path.is_dir() else None
+        if catalog is not None:
+            raise QuerySetError(
+                f"data.source {source!r}: a folder with {catalog.name} has its queries beside it; "
+                "expected no data.train_queries, or the catalogue itself as data.source"
+            )
         test = None if test_queries is None else _expanded(test_queries)
         return load_labelled(path, _expanded(train_queries), test, seed=seed)
     if not path.is_dir():
@@ -256,7 +262,9 @@ def load_retrieval_set(
     if (path / "corpus.jsonl").exists():
         return load_beir(path)
     if labelled_catalog(path) is None:
-        raise QuerySetError(f"data.source {source!r}: a folder without corpus.jsonl and without tools.json; {_EXPECTED}")
+        raise QuerySetError(
+            f"data.source {source!r}: a folder without corpus.jsonl and without tools.json; {_EXPECTED}"
+        )
     return load_labelled_folder(path, seed=seed)
 
 
