@@ -28,7 +28,7 @@ import jax
 from jaxtool.config import open_console, parse_run, run_parser, run_script
 from jaxtool.parallel import AxisRules, make_mesh
 from jaxtool.training import RunDirectory
-from jaxtool.weights import export_model, generation_folder
+from jaxtool.weights import export_model, generation_source
 
 
 def main() -> None:
@@ -70,9 +70,9 @@ def main() -> None:
     # The folder
     # ================================================================================================================
     pretrained = run.settings().get("model", {}).get("source", config.model.source)
-    source = generation_folder(pretrained)
+    source = generation_source(pretrained)
     if source is None:
-        say(f"note: {pretrained} has no generation_config.json here: the tokenizer's special ids are exported")
+        say(f"note: {pretrained} has no special ids here: the tokenizer's special ids are exported")
     started = time.monotonic()
     folder = export_model(
         model,

@@ -33,7 +33,7 @@ from jaxtool.training.plan_report import advice, memory_table, record_of, transf
 from jaxtool.training.plan_variations import Variation, together, variations
 from jaxtool.training.planner import StepPlan, Target, find_target, plan_decode, plan_step
 from jaxtool.training.starting_model import base_config
-from jaxtool.weights import generation_folder
+from jaxtool.weights import generation_source
 
 STAGES = ("corpus", "memorization", "retrieval", "agent")
 # A sample of memorization or retrieval has 32 tokens at least (a chat template alone takes half of them), of which two
@@ -78,7 +78,7 @@ def main() -> None:
     # Model and catalogue: their sizes
     # ================================================================================================================
     source = smollm2() if config.model.source == "smollm2" else Path(config.model.source).expanduser()
-    folder = source if source.exists() else generation_folder(config.model.source)
+    folder = source if source.exists() else generation_source(config.model.source)
     if folder is None or not (folder.is_file() or (folder / "config.json").is_file()):
         raise FileNotFoundError(
             f"{config.model.source}: no config.json, neither here nor on the hub. Planning reads nothing else of a "

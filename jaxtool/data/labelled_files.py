@@ -34,8 +34,8 @@ def load_labelled(
     """Read a catalogue and its labelled queries.
 
     Tools that share a name are one tool with several documents. Queries of one file with the same text but for letter
-    case and white space are one query, which needs the tools of all; its id is a hash of that text, so the split stays
-    where it is when rows are added or moved.
+    case and white space are one query, which needs the tools of all; its id is a hash of that text, so the order of the
+    rows has no part in the split.
 
     Args:
         catalog: Whatever `read_catalog` reads: OpenAI-style functions, ToolBench JSON (a folder too), our own files.

@@ -7,6 +7,7 @@ writes its gradient as well. So packed rows go to the blockwise XLA implementati
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def cudnn_attention(
     segment_ids_bs: jax.Array,
     rules: AxisRules,
     *,
-    kernel: str = "cudnn",
+    kernel: Literal["xla", "cudnn"] = "cudnn",
 ) -> jax.Array:
     """See `jaxtool.models.attention.attention`.
 
@@ -66,7 +67,12 @@ def one_document_a_row(segment_ids_bs: jax.Array) -> jax.Array:
 
 
 def _causal(
-    q_bsnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, segment_ids_bs: jax.Array, *, kernel: str
+    q_bsnh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    segment_ids_bs: jax.Array,
+    *,
+    kernel: Literal["xla", "cudnn"],
 ) -> jax.Array:
     del segment_ids_bs
     try:

@@ -20,7 +20,7 @@ from jaxtool.models.attention import IMPLEMENTATIONS
 from jaxtool.models.cudnn_attention import CUDNN_DTYPES
 from jaxtool.models.rotary import rotary_tables
 from jaxtool.models.tool_rows import ToolBlock, ToolRows, add_bias, contract, look_up, take_rows
-from jaxtool.parallel import AxisRules, active_mesh_axes, einsum, reshard
+from jaxtool.parallel import AxisRules, active_mesh_axes, check_mesh, einsum, reshard
 
 VOCABULARY_MULTIPLE = 128
 DEFAULT_RULES = AxisRules()
@@ -312,7 +312,11 @@ class LanguageModel(nnx.Module):
                 go on from it.
             segment_ids_bs: int32, 0 for padding; tokens attend within their segment and to a `SHARED_PREFIX`.
             tool_rows: the matrices' tool rows once more, to take the gradient in the place of the whole matrices.
+
+        Raises:
+            ValueError: the model lies on a mesh that isn't active.
         """
+        check_mesh(self.embedding_vd[...])
         c = self.config
         if tool_rows:
             x_bsd = look_up(self.embedding_vd[...], tool_rows["embedding_vd"], tokens_bs, self.tool_block)

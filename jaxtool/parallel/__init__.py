@@ -12,7 +12,7 @@ from jaxtool.parallel.distributed import (
     published,
     start_processes,
 )
-from jaxtool.parallel.mesh import MESH_AXES, active_mesh_axes, einsum, make_mesh, reshard
+from jaxtool.parallel.mesh import MESH_AXES, active_mesh_axes, check_mesh, einsum, make_mesh, reshard
 
 __all__ = [
     "BARRIER_SECONDS",
@@ -21,6 +21,7 @@ __all__ = [
     "Processes",
     "active_mesh_axes",
     "barrier",
+    "check_mesh",
     "einsum",
     "from_first",
     "gather",

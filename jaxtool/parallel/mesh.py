@@ -45,6 +45,15 @@ def active_mesh_axes() -> dict[str, int]:
     return {} if mesh.empty else dict(mesh.shape)
 
 
+def check_mesh(x: jax.Array) -> None:
+    """Raises ValueError where `x` is cut over a mesh and none is active: JAX would only complain of some indexing."""
+    if not active_mesh_axes() and any(jax.typeof(x).sharding.spec):
+        raise ValueError(
+            "the parameters lie on a mesh, but none is active: work with them inside `with jax.set_mesh(mesh):` "
+            "(`with loaded.on_mesh():` after jaxtool.load)"
+        )
+
+
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """`x` laid out as `spec` on the active mesh; `x` itself when no mesh is active (plain single-device use)."""
     return jax.sharding.reshard(x, spec) if active_mesh_axes() else x

@@ -65,9 +65,13 @@ def read_tool_ids(folder: str | Path) -> dict[str, int]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError where a name is empty, appears twice or can't be written as UTF-8."""
+    """Raises ValueError where a name is no text, is empty, appears twice or can't be written as UTF-8."""
+    if isinstance(names, str):
+        raise ValueError(f"tools: expected a sequence of names, found the text {names[:40]!r}")
     seen: dict[str, int] = {}
     for tool, name in enumerate(names):
+        if not isinstance(name, str):
+            raise ValueError(f"tool {tool}: its name is {name!r:.80}, expected a text")
         if not name:
             raise ValueError(f"tool {tool}: its name is empty")
         if (first := seen.setdefault(name, tool)) != tool:

@@ -3,6 +3,7 @@
 import http.server
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -82,7 +83,7 @@ def test_tpu_pods() -> None:
 @pytest.fixture
 def metadata_server() -> Iterator[str]:
     class Handler(http.server.BaseHTTPRequestHandler):
-        answers = {
+        answers: ClassVar = {
             "worker-network-endpoints": "unknown:unknown:10.1.0.3,unknown:unknown:10.1.0.4",
             "agent-worker-number": "1",
         }
