@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .DELETE_ON_ERROR:
 
 test: lint
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile
 
 test-long: $(VENV)/.dev-installed
 	@$(BIN)/python -m pytest -q -m slow || [ $$? -eq 5 ]  # 5: this release has none

@@ -103,11 +103,12 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         DamagedCheckpoint: names the first that isn't.
+        OSError: the file system doesn't say.
     """
     for name, (size, crc) in manifest.files.items():
         try:
             found = (folder / name).stat().st_size
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise DamagedCheckpoint(f"{name} is missing") from error
         if found != size:
             raise DamagedCheckpoint(f"{name} has {found:,} bytes, expected {size:,}")

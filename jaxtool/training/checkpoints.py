@@ -1,7 +1,7 @@
-"""Numbered checkpoints of named arrays in a folder: written in the background, checked, pruned, restored.
+"""Numbered checkpoints of named arrays in a folder: written in the background, put in their place, pruned.
 
 A checkpoint is written beside its place and moved there when it is complete, so a kill at any moment leaves the ones
-before it. What the arrays mean is in `saved_state`; which files make a checkpoint whole, in `checkpoint_files`.
+before it. Reading is in `checkpoint_reader`; what the arrays mean, in `saved_state`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +28,6 @@ from jaxtool.training.checkpoint_files import (
     CUSTOM_METADATA,
     DamagedCheckpoint,
     Manifest,
-    check_contents,
     check_sizes,
     checksums,
     read_manifest,
@@ -37,9 +35,9 @@ from jaxtool.training.checkpoint_files import (
     share_of_files,
     sync_folder,
 )
+from jaxtool.training.checkpoint_reader import Arrays, CheckpointReader, reason_of
 
 _GLANCE = 0.5  # seconds between looks at whether other processes failed
-Arrays = Mapping[str, Any]  # by name: arrays to save, or their shapes, dtypes and shardings to restore
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +57,8 @@ class SaveReport:
     bytes: int
 
 
-class CheckpointFolder:
-    """The checkpoints in one folder.
-
-    With several processes all of them call every method, in the same order; the folder is on a file system that they
-    share. Writing is for one run at a time, reading for anyone.
+class CheckpointFolder(CheckpointReader):
+    """The checkpoints in one folder, for the run that writes them: one at a time.
 
     Args:
         path: the folder; made when needed.
@@ -82,139 +77,22 @@ class CheckpointFolder:
         warn: Callable[[str], None] | None = None,
         timeout: float = BARRIER_SECONDS,
     ) -> None:
-        self.path = path
+        super().__init__(path, metric=metric, warn=warn, timeout=timeout)
         self._keep = keep
-        self._metric = metric
-        self._warn = warn or _print_warning
-        self._timeout = timeout
-        self._writing = False
-        self._damage: dict[int, str] = {}  # found while loading
-        self._told: set[int] = set()
-        self._moving = threading.Lock()  # no look while folders change their names
+        self._saves = 0
         self._thread: threading.Thread | None = None
         self._report: SaveReport | None = None
         self._error: Exception | None = None
 
-    # ---- which there are -------------------------------------------------------------------------------------------
-
-    def newest(self) -> int | None:
-        """The newest checkpoint that is whole by its files' sizes; None when there is none. Warns of damaged ones.
-
-        Raises:
-            ValueError: there are checkpoints, and all are damaged.
-        """
-        found = self._survey()
-        if not found["whole"] and found["damaged"]:
-            listed = "; ".join(f"{step} ({what})" for step, what in found["damaged"])
-            raise ValueError(f"{self.path}: all checkpoints are damaged: {listed}. Delete the run to start anew")
-        return found["whole"][-1] if found["whole"] else None
-
-    def best(self) -> int | None:
-        """The checkpoint with the lowest value of the metric, of equal ones the oldest; None where none has a value."""
-        best: int | None = self._survey()["best"]
-        return best
-
-    def before(self, step: int) -> int | None:
-        """The newest whole checkpoint that is older than `step`."""
-        older = [each for each in self._survey()["whole"] if each < step]
-        return older[-1] if older else None
-
     def items(self, step: int) -> list[str]:
-        """Names of what a checkpoint holds; waits for the save in the background.
-
-        Raises:
-            FileNotFoundError: it doesn't exist.
-        """
+        """As `CheckpointReader.items`, after the save in the background."""
         self.wait()
-        folder = self.path / str(step)
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder}: there is no such checkpoint")
-        return sorted(each.name for each in folder.iterdir() if each.is_dir())
-
-    def _survey(self) -> dict[str, Any]:
-        """`whole`: steps in order; `damaged`: steps with what is wrong; `best`. The same in all processes."""
-        found: dict[str, Any] = from_first(f"checkpoints of {self.path}", self._look, timeout=self._timeout)
-        return found
-
-    def _look(self) -> dict[str, Any]:
-        whole: dict[int, Manifest] = {}
-        damaged: list[tuple[int, str]] = []
-        with self._moving:
-            for step in self._numbers():
-                folder = self.path / str(step)
-                try:
-                    if step in self._damage:
-                        raise DamagedCheckpoint(self._damage[step])
-                    manifest = read_manifest(folder)
-                    check_sizes(folder, manifest)
-                    whole[step] = manifest
-                except DamagedCheckpoint as error:
-                    if folder.exists():  # else the run that writes here has pruned it meanwhile
-                        damaged.append((step, str(error)))
-        steps = list(whole)
-        if steps:
-            for step, what in damaged:
-                self._tell(step, what, steps[-1])
-        metric = self._metric or next((each.metric for each in reversed(whole.values()) if each.metric), None)
-        values = {step: each.value for step, each in whole.items() if each.value is not None and each.metric == metric}
-        return {"whole": steps, "damaged": damaged, "best": min(values, key=values.__getitem__) if values else None}
-
-    def _numbers(self) -> list[int]:
-        names = os.listdir(self.path) if self.path.is_dir() else []
-        return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9]\d{0,17}", name))
-
-    def _tell(self, step: int, what: str, newest: int) -> None:
-        if step in self._told:
-            return
-        self._told.add(step)
-        instead = f"checkpoint {newest} is used" if step > newest else "it is left out"
-        later = ", and the next one that is saved replaces it" if self._writing else ""
-        self._warn(f"{self.path / str(step)}: the checkpoint is damaged: {what}; {instead}{later}")
-
-    # ---- reading ---------------------------------------------------------------------------------------------------
+        return super().items(step)
 
     def load(self, step: int, wanted: Mapping[str, Arrays]) -> dict[str, dict[str, Any]]:
-        """The named items of a checkpoint in the dtypes and shardings that are asked for, on any mesh.
-
-        Waits for the save in the background first.
-
-        Raises:
-            DamagedCheckpoint: its files are not those that were written.
-            ValueError: it holds something else than what is asked for.
-        """
+        """As `CheckpointReader.load`, after the save in the background."""
         self.wait()
-        folder = self.path / str(step)
-        known = self._verify(step, list(wanted))
-        try:
-            return ocp.load_checkpointables(folder, {name: dict(arrays) for name, arrays in wanted.items()})
-        except Exception as error:  # orbax raises whatever its parts raise
-            what = f"can't be read ({_reason(error)})"
-            if not known:
-                self._damage[step] = what
-                raise DamagedCheckpoint(f"{folder}: the checkpoint {what}") from error
-            raise ValueError(
-                f"{folder}: the checkpoint {what}. Its files are whole: it holds another kind of state"
-            ) from error
-
-    def _verify(self, step: int, items: list[str]) -> bool:
-        """Checks what is to be loaded, each process a share of the files; whether there was something to check by."""
-        folder, problem, known = self.path / str(step), "", False
-        try:
-            manifest = read_manifest(folder)
-            known = bool(manifest.files)
-            check_sizes(folder, manifest)
-            largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name][0])
-            needed = [name for name in largest_first if "/" not in name or name.split("/", 1)[0] in items]
-            check_contents(folder, manifest, needed[jax.process_index() :: jax.process_count()])
-        except DamagedCheckpoint as error:
-            problem = str(error)
-        problems = [each for each in gather(f"check of {folder}", problem, timeout=self._timeout) if each]
-        if problems:
-            self._damage[step] = problems[0]
-            raise DamagedCheckpoint(f"{folder}: the checkpoint is damaged: {problems[0]}")
-        return known
-
-    # ---- writing ---------------------------------------------------------------------------------------------------
+        return super().load(step, wanted)
 
     def begin_writing(self) -> None:
         """Puts in order what a killed run left: what was complete is moved to its place, the rest deleted.
@@ -274,7 +152,8 @@ class CheckpointFolder:
                 temporary, {name: dict(arrays) for name, arrays in items.items()}, custom_metadata=CUSTOM_METADATA
             )
         except (OSError, ValueError, RuntimeError) as error:
-            raise self._failure(manifest, _reason(error)) from error
+            raise self._failure(manifest, reason_of(error)) from error
+        self._saves += 1
         blocking = time.monotonic() - began
         self._thread = threading.Thread(target=self._finish, args=(response, manifest, blocking), daemon=True)
         self._thread.start()
@@ -311,7 +190,7 @@ class CheckpointFolder:
         try:
             self._complete(response, manifest)
         except Exception as error:  # it is raised where the loop asks
-            reason = error if isinstance(error, ValueError) else self._failure(manifest, _reason(error))
+            reason = error if isinstance(error, ValueError) else self._failure(manifest, reason_of(error))
             self._error = reason
         else:
             self._report = SaveReport(
@@ -325,13 +204,14 @@ class CheckpointFolder:
 
     def _complete(self, response: Any, manifest: Manifest) -> None:
         temporary = self.path / f".{manifest.step}.saving"
+        failures = f"failed save {self._saves} to {self.path}"
         told: dict[str, Any] = {"problem": "", "files": {}}
         try:
-            _wait_for(response, f"failed/{temporary}")
+            _wait_for(response, failures)
             told["files"] = checksums(temporary, share_of_files(temporary, jax.process_index(), jax.process_count()))
         except Exception as error:  # all processes learn of it below
-            told["problem"] = _reason(error)
-            publish(f"failed/{temporary}/{jax.process_index()}", told["problem"])
+            told["problem"] = reason_of(error)
+            publish(f"{failures}/{jax.process_index()}", told["problem"])
         answers = [json.loads(text) for text in gather(f"save to {self.path}", json.dumps(told), timeout=self._timeout)]
         failed = [process for process, answer in enumerate(answers) if answer["problem"]]
 
@@ -346,7 +226,7 @@ class CheckpointFolder:
             except OSError as error:
                 with contextlib.suppress(OSError):
                     remove_folder(temporary)  # frees the disk for what is written elsewhere
-                raise self._failure(manifest, _reason(error)) from error
+                raise self._failure(manifest, reason_of(error)) from error
 
         from_first(f"commit in {self.path}", commit, timeout=self._timeout)
         self._damage.pop(manifest.step, None)
@@ -364,10 +244,10 @@ class CheckpointFolder:
         remove_folder(replaced)
 
     def _prune(self) -> None:
-        """Deletes all but the newest, the best and those that can't be judged; what was found damaged goes as well."""
+        """Deletes all but the newest and the best; what was found damaged goes as well."""
         found = self._look()
-        stay = {*found["whole"][-self._keep :], found["best"] if self._metric is not None else None}
-        for step in [*(step for step, _ in found["damaged"]), *(step for step in found["whole"] if step not in stay)]:
+        stay = {*found["whole"][-self._keep :], *found["unsure"], found["best"] if self._metric is not None else None}
+        for step in sorted({*found["whole"], *(step for step, _ in found["damaged"])} - stay):
             removed = self.path / f".{step}.removed"
             try:
                 remove_folder(removed)
@@ -379,15 +259,14 @@ class CheckpointFolder:
             self._damage.pop(step, None)
 
     def _failure(self, manifest: Manifest, reason: str) -> ValueError:
-        free = ""
+        free, after = "", ""
         with contextlib.suppress(OSError):
             free = f", {shutil.disk_usage(self.path).free:,} are free there"
-        with contextlib.suppress(OSError, ValueError):
             older = [step for step in self._numbers() if step != manifest.step]
-            free += f"; checkpoint {older[-1]} is untouched" if older else "; there is no earlier checkpoint"
+            after = f"; checkpoint {older[-1]} is untouched, the same command goes on from it" if older else ""
         return ValueError(
             f"{self.path}: checkpoint {manifest.step} could not be written ({reason}). It needs {manifest.bytes:,} "
-            f"bytes{free}. Make room and start the same command again"
+            f"bytes{free}{after or '; there is no earlier one'}"
         )
 
 
@@ -408,17 +287,6 @@ def _wait_for(response: Any, failures: str) -> None:
                 return
 
 
-def _reason(error: BaseException) -> str:
-    """The innermost message, on one line."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())[:400] or type(error).__name__
-
-
 def _said_by_us(record: logging.LogRecord) -> bool:
     """Drops the stack trace that orbax logs of an error which it raises as well."""
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
-
-
-def _print_warning(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
