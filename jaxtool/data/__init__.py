@@ -1,4 +1,4 @@
-"""Token streams: prompts, samples and their packing, labelled queries, and the embedded default's assets."""
+"""Token streams: prompts, corpora, conversations, samples and their packing, labelled queries, and assets."""
 
 from jaxtool.data.assets import AssetError, bfcl, cache_directory, smollm2
 from jaxtool.data.chat import ChatPrompts, PromptIds
@@ -11,7 +11,7 @@ from jaxtool.data.labelled_files import load_labelled, load_labelled_folder
 from jaxtool.data.packing import BatchShape, PackedBatches
 from jaxtool.data.query_files import QUERY_FORMATS, Query, check_readable, read_queries
 from jaxtool.data.query_sets import HeldOut, LabelledQuery, QuerySetError, RetrievalSet, load_retrieval_set
-from jaxtool.data.sample_writer import PreparedSamples, SampleError
+from jaxtool.data.sample_writer import PreparedSamples, SampleError, SampleWriter
 from jaxtool.data.samples import DRAWN, Batch, Sample, SampleArrays
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "Sample",
     "SampleArrays",
     "SampleError",
+    "SampleWriter",
     "bfcl",
     "cache_directory",
     "chat_samples",

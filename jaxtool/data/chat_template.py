@@ -110,6 +110,9 @@ class ChatTemplate:
         self.end_ids = {row for row in ends if row is not None}
         if not self.end_ids:
             raise SampleError("the tokenizer has no EOS token, which ends the turn of the model")
+        if not self.end_ids & set(self.special_ids.values()):
+            token = tokenizer.convert_ids_to_tokens(min(self.end_ids))
+            raise SampleError(f"the token {token!r} ends turns but is not a special token: any text could end a turn")
         self._prompts: dict[bool, str] = {}
         self._sources: dict[tuple[bool, _Marks], str] = {}
         self._check()
@@ -185,9 +188,7 @@ class ChatTemplate:
         for place, (begin, end, exact) in zip(places, contents, strict=True):
             first = self._begin(text, messages[:place], tools, marks, previous, begin)
             if first is None and not exact:
-                raise SampleError(
-                    f"can't tell where the chat template begins message {place}; {{% generation %}} would"
-                )
+                raise SampleError(f"can't tell where message {place} begins in the chat template's text; {_ADVICE}")
             last = self._end(text, end, place)
             turns.append((begin if first is None else first, last))
             previous = last

@@ -6,6 +6,7 @@ Tool rows lie behind the text rows. Tokenizers that know tools as text are made 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def read_tool_ids(folder: str | Path) -> dict[str, int]:
         FileNotFoundError: no such folder.
         WeightsError: the file is damaged, or its ids aren't consecutive; names the line and the field.
     """
-    folder = Path(folder)
+    folder = Path(os.path.expanduser(folder))
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model folder")
     path = folder / TOOL_IDS_FILE

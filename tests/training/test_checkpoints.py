@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
+from jaxtool.training import checkpoint_reader
 from jaxtool.training import checkpoints as module
-from jaxtool.training.checkpoint_files import DamagedCheckpoint, read_manifest
+from jaxtool.training.checkpoint_files import DamagedCheckpoint, Manifest, check_sizes, read_manifest
 from jaxtool.training.checkpoints import CheckpointFolder
 
 MESH = jax.make_mesh((2, 4), ("fsdp", "model"), devices=jax.devices())
@@ -256,6 +257,25 @@ def test_an_older_damaged_one_is_left_out(copied: Path, capsys: pytest.CaptureFi
     assert (checkpoints.newest(), checkpoints.best(), checkpoints.before(20)) == (20, 20, None)
     said = capsys.readouterr().err
     assert said.startswith("warning: ") and said.endswith("is missing; it is left out\n") and said.count("\n") == 1
+
+
+def test_what_can_not_be_read_for_now_is_not_deleted(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    checkpoints = CheckpointFolder(copied, warn=warnings.append)
+
+    def stale(folder: Path, manifest: Manifest) -> None:
+        if folder.name == "10":
+            raise OSError(116, "Stale file handle")
+        check_sizes(folder, manifest)
+
+    monkeypatch.setattr(checkpoint_reader, "check_sizes", stale)
+    assert checkpoints.newest() == 20
+    checkpoints.save(30, items(30))
+    checkpoints.wait()
+    assert names(copied) == ["10", "30"]
+    assert [warning.split(": ", 1)[1] for warning in warnings] == [
+        "the checkpoint is damaged: can't be read (Stale file handle); it is left out"
+    ]
 
 
 def test_checkpoints_from_before_there_were_manifests(tmp_path: Path) -> None:

@@ -22,13 +22,12 @@ import optax
 import pytest
 
 from jaxtool.config import MeshConfig, RunConfig
-from jaxtool.models import abstract_model, build_model, parameters
+from jaxtool.models import LanguageModel, abstract_model, build_model, parameters, with_parameters
 from jaxtool.parallel import barrier, from_first, gather, make_mesh, start_processes
 from jaxtool.tools import Tool, ToolCatalog
 from jaxtool.training import RunDirectory, TrainState, abstract_state, initial_state
 from jaxtool.training.preemption import StopRequest
 from tests.tiny_models import CONFIG as TEXT_CONFIG
-from tests.tiny_models import random_model
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 400
@@ -47,8 +46,24 @@ def one_more(state: TrainState) -> TrainState:
     return jax.tree.map(lambda x: x + 1, state)
 
 
+def start_values() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = parameters(abstract_model(lambda: build_model(CONFIG)))
+    return {path: rng.standard_normal(leaf.shape).astype(np.float32) for path, leaf in shapes.items()}
+
+
+def new_model(mesh: jax.sharding.Mesh) -> LanguageModel:
+    """On several processes, each fills its own devices."""
+    abstract, values = abstract_model(lambda: build_model(CONFIG), mesh), start_values()
+    arrays = {
+        path: jax.make_array_from_callback(leaf.shape, leaf.sharding, values[path].__getitem__)
+        for path, leaf in parameters(abstract).items()
+    }
+    return with_parameters(abstract, arrays)
+
+
 def expected_after(steps: int) -> dict[str, np.ndarray]:
-    values = {path: np.asarray(leaf) for path, leaf in parameters(random_model(CONFIG)).items()}
+    values = start_values()
     for _ in range(steps):
         values = {path: value + np.float32(1) for path, value in values.items()}
     return values
@@ -66,7 +81,7 @@ def check(state: TrainState, steps: int) -> None:
 def resume_or_begin(run: RunDirectory, mesh: jax.sharding.Mesh) -> tuple[int, TrainState]:
     run.start(RunConfig(), CONFIG, CATALOG, Tokenizer())
     if run.last_step() is None:
-        return 0, initial_state(random_model(CONFIG, mesh=mesh), OPTIMIZER)
+        return 0, initial_state(new_model(mesh), OPTIMIZER)
     abstract = abstract_model(lambda: build_model(CONFIG), mesh)
     step, state = run.restore_newest(lambda _: abstract_state(abstract, OPTIMIZER))
     assert isinstance(state, TrainState)
