@@ -25,7 +25,7 @@ from jaxtool.config import open_console, parse_run, run_parser, run_script, to_y
 from jaxtool.data import RetrievalSet, load_retrieval_set, smollm2
 from jaxtool.models import LanguageModel, abstract_model, build_model, parameters, resolve_attention
 from jaxtool.models.flops import Work
-from jaxtool.parallel import AxisRules, make_mesh, start_processes
+from jaxtool.parallel import AxisRules, end_process, make_mesh, start_processes
 from jaxtool.toolgen import training_stages
 from jaxtool.tools import ToolCatalog
 from jaxtool.training import (
@@ -262,4 +262,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, interrupted="; the same command resumes from the last checkpoint")
+    run_script(main, interrupted="; the same command resumes from the last checkpoint", end=end_process)

@@ -140,23 +140,30 @@ def check_writable(path: Path, option: str) -> None:
         raise ValueError(f"{option} {path}: can't be written ({error.strerror})") from error
 
 
-def run_script(main: Callable[[], None], *, interrupted: str = "") -> None:
+def run_script(main: Callable[[], None], *, interrupted: str = "", end: Callable[[int], object] = sys.exit) -> None:
     """Calls `main`; errors that jaxtool raises end the process with status 1 and their message alone.
 
     Faults raised elsewhere (a bug, a full disk) keep their traceback. An interrupt (Ctrl-C) ends it with status 130
     and one line, which goes on with the text `interrupted`.
+
+    Args:
+        main: the script.
+        interrupted: what is said behind "interrupted".
+        end: ends the process with a status other than 0; scripts that run on several processes pass
+            `jaxtool.parallel.end_process`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts have another one while they import
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
-        if not _is_ours(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted{interrupted}", file=sys.stderr)
-        sys.exit(130)
+        end(130)
+    except Exception as error:
+        if isinstance(error, ValueError | FileNotFoundError) and _is_ours(error):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        end(1)
 
 
 def _is_ours(error: BaseException) -> bool:

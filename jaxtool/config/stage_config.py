@@ -68,7 +68,8 @@ class StageConfig:
         row_length: tokens of a row, at most 131,072. A batch has at most 2^26 (67 million) tokens.
         shorter_rows: further, smaller row lengths. A sample goes to the shortest rows that hold it; batches of shorter
             rows have more of them. Each length is compiled for itself.
-        loss_chunk: supervised positions of a row whose logits exist at a time (0: chosen by memory).
+        loss_chunk: supervised positions of a device, over all its rows, whose logits exist at a time. 0: as many as
+            take 512 MiB in float32, or as much as the gradient of the head where that is more.
         evaluate_every: steps between measurements on held-out samples, also at the end of the stage (0: never).
             The checkpoint with the lowest loss is kept besides the newest.
         z_loss: weight of the squared log-normaliser of the softmax, which keeps logits small (0: none).

@@ -183,9 +183,9 @@ def _message(turn: Any, where: str, field: str, problems: Problems) -> Message |
     if given in _CALL_ROLES:
         calls_field = f"{field}.{content_key}"
         calls, content = _call_text(turn.get(content_key), where, calls_field, problems), ()
-    if calls:
-        if role != "assistant":
-            wrong("", "no tool_calls in a turn that isn't the assistant's", turn)
+    if calls and role != "assistant":
+        wrong("", "no tool_calls in a turn that isn't the assistant's", turn)
+    elif calls:
         fields["tool_calls"] = _calls(calls, where, calls_field, problems)
     elif role == "assistant" and not any(content) and len(problems) == before:
         wrong(f".{content_key}", "text or tool_calls in a turn of the assistant", turn.get(content_key))

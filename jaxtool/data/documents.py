@@ -85,10 +85,13 @@ class Documents:
                 if not problems:  # once something is wrong, the rest is read for what else is
                     yield document
             else:
-                counts["document without text"] += 1
+                counts["no text"] += 1
         problems.raise_if_any(SampleError, f"{self.source} can't be used as a corpus")
         self.notes = list(self._files.notes) if self._files else []
-        self.notes += [f"{counted(counts[x], x)} skipped" for x in ("empty line", "document without text") if counts[x]]
+        if counts["empty line"]:
+            self.notes.append(f"{counted(counts['empty line'], 'empty line')} skipped")
+        if counts["no text"]:
+            self.notes.append(f"{counted(counts['no text'], 'document')} without text skipped")
         if counts["crlf"]:
             self.notes.append(f"{counted(counts['crlf'], 'text file')} with \\r\\n at line ends, read as \\n")
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxtool.models.attention import IMPLEMENTATIONS
 from jaxtool.models.cudnn_attention import CUDNN_DTYPES
 from jaxtool.models.rotary import rotary_tables
-from jaxtool.models.tool_rows import ToolBlock, ToolRows, add_bias, contract, look_up, take_rows
+from jaxtool.models.tool_rows import ToolBlock, ToolRows, look_up, take_rows
 from jaxtool.parallel import AxisRules, active_mesh_axes, check_mesh, einsum, reshard
 
 VOCABULARY_MULTIPLE = 128
@@ -340,24 +340,18 @@ class LanguageModel(nnx.Module):
         """The output matrix [V, D]: the head, or the embedding when tied."""
         return (self.embedding_vd if self.config.tie_word_embeddings else self.head_vd)[...]
 
-    def logits(self, hidden_bpd: jax.Array, *, tool_rows: ToolRows | None = None) -> jax.Array:
-        """float32 logits [B, P, V] of hidden states [B, P, D]; `tool_rows` as for the call.
+    def logits(self, hidden_bpd: jax.Array) -> jax.Array:
+        """float32 logits [B, P, V] of hidden states [B, P, D].
 
         Columns behind the last tool, and text columns that the tokenizer doesn't know, are -inf.
         """
         c, spec = self.config, self.rules.spec
         head_vd = reshard(self.head_rows().astype(c.compute_dtype), spec("vocabulary", None))
-        if tool_rows:
-            rows_xd = tool_rows["embedding_vd" if c.tie_word_embeddings else "head_vd"]
-            logits_bpv = contract(hidden_bpd, head_vd, rows_xd, self.tool_block)
-            if c.head_bias:
-                logits_bpv = add_bias(logits_bpv, self.head_bias_v[...], tool_rows["head_bias_v"], self.tool_block)
-        else:
-            logits_bpv = einsum(
-                "bpd,vd->bpv", hidden_bpd, head_vd, out=spec("batch", None, "vocabulary"), result_dtype="float32"
-            )
-            if c.head_bias:
-                logits_bpv += self.head_bias_v[...].astype(jnp.float32)
+        logits_bpv = einsum(
+            "bpd,vd->bpv", hidden_bpd, head_vd, out=spec("batch", None, "vocabulary"), result_dtype="float32"
+        )
+        if c.head_bias:
+            logits_bpv += self.head_bias_v[...].astype(jnp.float32)
         return (
             logits_bpv if c.predicts_all_rows else jnp.where(c.is_predicted(jnp.arange(c.rows)), logits_bpv, -jnp.inf)
         )

@@ -7,13 +7,15 @@ process all of them return at once. How processes stop together is in `jaxtool.t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax._src import distributed as _jax_distributed
@@ -22,6 +24,7 @@ from jaxtool.parallel.cluster import find_place
 from jaxtool.parallel.rendezvous import meet
 
 BARRIER_SECONDS = 300.0
+_LAST_WORDS_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,22 @@ def start_processes(
         raise ValueError(f"process {place.index} of {place.count} could not join ({error})") from error
     _client().key_value_set(f"{_HOSTS}{place.index}", hosts[place.index], allow_overwrite=True)
     return Processes(count=place.count, index=place.index, hosts=hosts)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process; one of several that failed does so without waiting for what waits for the others.
+
+    A thread of orbax may wait for a process that has failed already, and jax lets no process end before all do; either
+    takes minutes, in which accelerators are idle and nothing restarts the run.
+    """
+    if status and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # When the first process ends, jax ends the others: those that failed as well may first say so.
+        with contextlib.suppress(ValueError):
+            barrier("end of a failed run", timeout=_LAST_WORDS_SECONDS)
+        os._exit(status)
+    sys.exit(status)
 
 
 def barrier(name: str, *, timeout: float = BARRIER_SECONDS) -> None:

@@ -198,7 +198,9 @@ def _chunk_sums(
     log_c = jnp.log(total_c)
     norm_c = jnp.where(supervised_c, top_c + log_c, 0.0)
     impossible_c = jnp.any(used_ca & ~setup.config.is_predicted(targets_ca), axis=-1)
-    loss_c = jnp.where(impossible_c, jnp.inf, weight_c * log_c - target_c) + setup.z_loss * norm_c**2
+    loss_c = jnp.where(impossible_c, jnp.inf, weight_c * log_c - target_c)
+    if setup.z_loss:  # 0 times a square that overflowed would be NaN
+        loss_c += setup.z_loss * norm_c**2
     sums = Sums(
         loss=jnp.sum(loss_c),
         squared_norm=jnp.sum(norm_c**2),

@@ -81,12 +81,17 @@ class RunDirectory:
                 configuration, model or catalogue.
         """
         from_first(f"lock of {self.path}", self._take)
-        self._check_shared()
-        self._states.begin_writing()
-        step = self.last_step()
-        from_first(
-            f"description in {self.path}", lambda: self._describe(config, model, catalog, tokenizer, new=step is None)
-        )
+        try:
+            self._check_shared()
+            self._states.begin_writing()
+            step = self.last_step()
+            from_first(
+                f"description in {self.path}",
+                lambda: self._describe(config, model, catalog, tokenizer, new=step is None),
+            )
+        except BaseException:
+            self._release()
+            raise
         if step is None:
             return model
         return dataclasses.replace(self.model_config(), remat=model.remat, attention=model.attention)
@@ -362,9 +367,12 @@ class RunDirectory:
         try:
             self._states.close()
         finally:
-            if self._lock is not None:
-                self._lock.close()
-                self._lock = None
+            self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     # ---- metrics ---------------------------------------------------------------------------------------------------
 

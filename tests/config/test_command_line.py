@@ -204,8 +204,14 @@ def test_own_errors_are_one_line_and_foreign_ones_keep_their_traceback(capsys: p
         run_script(lambda: StageConfig(rows=0) and None)
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: rows is 0, expected 1 to 65,536\n"
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(SystemExit) as end:
         run_script(lambda: int("x") and None)
+    assert end.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and lines[-1].startswith("ValueError: invalid literal")
+    ends: list[int] = []
+    run_script(lambda: StageConfig(rows=0) and None, end=ends.append)
+    assert ends == [1]
 
 
 @pytest.mark.parametrize(

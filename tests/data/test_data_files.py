@@ -85,7 +85,7 @@ def test_every_bad_line_is_named_and_the_others_are_read(tmp_path: Path) -> None
     assert found == [(1, {"a": 1}), (10, {"a": "😀"})]
     assert problems == [
         ":2: not valid JSON: Expecting ',' delimiter (column 8)",
-        ":3: key 'a' appears more than once in one object",
+        ":3: key 'a' appears more than once in an object",
         ":4: NaN is not JSON",
         ":5: number 1e999 is too large",
         ":6: expected UTF-8 text, found byte 0xff",

@@ -88,7 +88,6 @@ def test_mistakes_name_what_is_wrong(world: Path, tmp_path: Path) -> None:
         ([*new, "--data.max_document_tokens", "500"], "data.max_document_tokens 500 is beyond the model's 128"),
         ([*new, "--data.source", str(untrained)], "retrieval: no samples, data.source"),
         ([*new, "--data.max_query_tokens", "5"], "retrieval (data.max_query_tokens 5): max_length 5 leaves no room"),
-        ([*new, "--retrieval.loss_chunk", "1000"], "retrieval.loss_chunk 1000 does not divide"),
         # The mistakes above began runs without a checkpoint: they don't bind this one to their settings.
         ([*new, "--memorization.row_length", "20"], "memorization: a sample has"),
     ]

@@ -14,16 +14,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 import pytest
 
-from jaxtool.config import MeshConfig, RunConfig
+from jaxtool.config import MeshConfig, RunConfig, run_script
 from jaxtool.models import LanguageModel, abstract_model, build_model, parameters, with_parameters
-from jaxtool.parallel import barrier, from_first, gather, make_mesh, start_processes
+from jaxtool.parallel import barrier, end_process, from_first, gather, make_mesh, start_processes
 from jaxtool.tools import Tool, ToolCatalog
 from jaxtool.training import RunDirectory, TrainState, abstract_state, initial_state
 from jaxtool.training.preemption import StopRequest
@@ -222,5 +221,5 @@ def test_who_is_missing_is_said_before_jax_starts() -> None:
 
 
 if __name__ == "__main__":
-    arguments: list[Any] = sys.argv[1:]
-    worker(arguments[0], Path(arguments[1]), int(arguments[2]), int(arguments[3]))
+    case, folder, port, index = sys.argv[1:]
+    run_script(lambda: worker(case, Path(folder), int(port), int(index)), end=end_process)
