@@ -88,8 +88,20 @@ def _contract_backward(
         return jax.typeof(operand).sharding.spec if active_mesh_axes() else None
 
     grad_x = jnp.einsum(f"{result},{right}->{left}", grad, y, out_sharding=layout(x))
+    if left[:2] == result[:2] and not set(left[:2]) & set(right) and not any((layout(x) or ())[1:2]):
+        # Batch and sequence as one axis: over two, XLA would first copy x into another order on CPU.
+        x, grad, left, result = _merged(x), _merged(grad), left[1:], result[1:]
     grad_y = jnp.einsum(f"{left},{result}->{right}", x, grad, out_sharding=layout(y))
     return grad_x, grad_y
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """[B, S, ...] -> [B x S, ...], cut like B; S is whole on every device."""
+    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+    if not active_mesh_axes():
+        return x.reshape(shape)
+    spec = jax.typeof(x).sharding.spec
+    return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(spec[0], *spec[2:]))
 
 
 _contract.defvjp(_contract_forward, _contract_backward)

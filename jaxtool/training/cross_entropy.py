@@ -17,7 +17,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
 
 from jaxtool.parallel import active_mesh_axes, reshard
-from jaxtool.training.cross_entropy_loop import CrossEntropy, Sums, device_share
+from jaxtool.training.cross_entropy_loop import CrossEntropy, Sums, device_share, divides_arrays
 
 # The arrays of the head by name: `matrix` [V, D] and, where the model has them, `bias` [V] and the blocks of tool rows
 # `tool_matrix` [X, D] and `tool_bias` [X]. What a block holds is what the matrix holds; it only takes a gradient.
@@ -104,6 +104,7 @@ def _on_devices(
             share,
             in_specs=(rows, rows, rows, spec("vocabulary", None), columns),
             out_specs=(PartitionSpec(), {name: layouts[name] for name in wanted}),
+            check_vma=divides_arrays(),  # one device sums nothing over axes, which the check would miss
         )
     sums, gradients = share(hidden_bpd, targets_bpa, weights_bpa, matrix_vd, head.get("bias"))
     arrays = {"hidden": hidden_bpd, **head}

@@ -153,7 +153,8 @@ def device_share(
     zero = _varying(jnp.float32(0), batch)
     total: dict[str, Any] = {name: _varying(x, (*batch, *vocabulary)) for name, x in zeros.items()}
     total["sums"] = Sums(loss=zero, squared_norm=zero, right=zero, count=zero)
-    total = jax.lax.fori_loop(0, turns, turn, total)
+    # One chunk needs no loop, and so no sums that begin with zeros.
+    total = turn(jnp.int32(0), total) if padded == chunk else jax.lax.fori_loop(0, turns, turn, total)
 
     sums = jax.tree.map(lambda x: _over(jax.lax.psum, x, batch), total.pop("sums"))
     if "hidden" in wanted:
@@ -233,7 +234,12 @@ def _top(logits_cv: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _names(axes: MeshAxes) -> tuple[str, ...]:
     """Mesh axes as a tuple; none without a mesh."""
     given = (axes,) if isinstance(axes, str) else axes or ()
-    return given if active_mesh_axes() else ()
+    return given if divides_arrays() else ()
+
+
+def divides_arrays() -> bool:
+    """Whether there is a mesh of several devices; on one, even the exchange of a device with itself costs copies."""
+    return math.prod(active_mesh_axes().values()) > 1
 
 
 def _over(reduce: Callable[..., Any], x: Any, axes: tuple[str, ...]) -> Any:
