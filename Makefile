@@ -19,6 +19,8 @@ lint: $(VENV)/.dev-installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Large pages: a training step on CPUs touches gigabytes of fresh memory, and takes a quarter less time with them.
+quickstart: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 quickstart: $(VENV)/.installed
 	$(BIN)/python train/finetune.py --config configs/quickstart.yaml
 	$(BIN)/python infer/retrieve.py --config configs/quickstart.yaml

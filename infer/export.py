@@ -17,6 +17,7 @@ and text that spells it encodes to it. Rows that the tokenizer has no token for 
 import functools
 import os
 import signal
+import sys
 import time
 
 if __name__ == "__main__":  # the imports below take seconds, in which an interrupt shall be one line as well
@@ -27,7 +28,7 @@ import jax
 from jaxtool.config import open_console, parse_run, run_parser, run_script
 from jaxtool.parallel import AxisRules, make_mesh
 from jaxtool.training import RunDirectory
-from jaxtool.weights import export_model, generation_folder
+from jaxtool.weights import export_model, generation_source
 
 
 def main() -> None:
@@ -53,6 +54,9 @@ def main() -> None:
     step = run.last_step()
     if step is None:
         raise ValueError(f"{run.path}: no complete checkpoint yet, run train/finetune.py with this config first")
+    unfinished = run.unfinished(step)
+    if unfinished is not None:
+        print(f"warning: {unfinished}; train/finetune.py with the same options goes on from there", file=sys.stderr)
     mesh = make_mesh(config.mesh)
     jax.set_mesh(mesh)
     rules, dropped = AxisRules().fit(dict(mesh.shape), model_config.axis_sizes)
@@ -66,9 +70,9 @@ def main() -> None:
     # The folder
     # ================================================================================================================
     pretrained = run.settings().get("model", {}).get("source", config.model.source)
-    source = generation_folder(pretrained)
+    source = generation_source(pretrained)
     if source is None:
-        say(f"note: {pretrained} has no generation_config.json here: the tokenizer's special ids are exported")
+        say(f"note: {pretrained} has no special ids here: the tokenizer's special ids are exported")
     started = time.monotonic()
     folder = export_model(
         model,

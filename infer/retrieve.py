@@ -3,8 +3,10 @@
     python infer/retrieve.py --config configs/quickstart.yaml
     python infer/retrieve.py --config configs/quickstart.yaml --queries queries.txt --output ranked.jsonl
 
-The first form prints a table and writes `report/` (HTML, PNG, JSON) into the run directory; the second writes one JSON
-object a query.
+The first form prints a table and writes `report/` (HTML, PNG, JSON) into the run directory. The second writes a line
+of JSON for each query, in the order of the file: `query`, the text, and `tools`, the evaluation.k most probable ones
+(fewer where the catalogue has fewer), best first: `tool`, the name; `id`, the place in the catalogue, from 0 on;
+`probability`, among all tools of the catalogue.
 """
 
 import functools
@@ -13,6 +15,7 @@ import json
 import os
 import platform
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -25,14 +28,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from jaxtool.config import open_console, parse_run, run_parser, run_script, to_yaml
-from jaxtool.data import ChatPrompts, load_retrieval_set, read_queries
+from jaxtool.config import check_writable, open_console, parse_run, run_parser, run_script, to_yaml
+from jaxtool.data import QUERY_FORMATS, ChatPrompts, Query, check_readable, load_retrieval_set, read_queries
 from jaxtool.evaluation import (
     BM25Ranker,
     Example,
     Report,
     SystemResult,
     evaluate_rankings,
+    make_report_folder,
     print_results,
     printable,
     write_report,
@@ -49,45 +53,108 @@ def main() -> None:
     # Configuration
     # ================================================================================================================
     parser = run_parser("Rank tools for held-out queries (a report), or for the queries of a file (JSON lines).")
-    parser.add_argument("--queries", type=str, help="text file with a query a line, or JSONL with a field `text`")
-    parser.add_argument("--output", type=str, default="ranked.jsonl", help="file for the answers to --queries")
+    parser.add_argument("--queries", type=str, help=f"queries to rank tools for: {QUERY_FORMATS}")
+    parser.add_argument(
+        "--output",
+        type=str,
+        help="file for the answers to --queries (default: ranked.jsonl), a line of JSON for each query, in order: "
+        '{"query": text, "tools": [{"tool": name, "id": place in the catalogue, "probability": 0 to 1}, ...]} with the '
+        "evaluation.k most probable tools, best first; probabilities are among all tools of the catalogue",
+    )
     config, options = parse_run(parser)
     console = open_console()
     say = functools.partial(console.print, highlight=False, markup=False, emoji=False)
-    output = Path(options.output)
-    if options.queries and (output.is_dir() or not output.parent.is_dir()):
-        raise ValueError(f"--output {output}: expected a file in a folder that exists")
+    notes = []
+
+    def warn(line: str) -> None:
+        notes.append(line)
+        print(f"warning: {line}", file=sys.stderr)
+
+    # ================================================================================================================
+    # What is asked for, and whether the run can answer it: checked before the checkpoint is read
+    # ================================================================================================================
+    output, queries = Path(options.output or "ranked.jsonl"), []
+    if options.queries is not None:
+        queries = read_queries(options.queries)
+        if output.exists() and output.samefile(options.queries):
+            raise ValueError(f"--output {output}: is the file of --queries, expected another one")
+        check_writable(output, "--output")
+    elif options.output is not None:
+        raise ValueError(f"--output {output}: it is for the answers to --queries, which is not given")
+    run = RunDirectory(config.run_dir)
+    model_config, catalog, settings = run.model_config(), run.catalog(), run.settings()
+    step = run.last_step()
+    if step is None:
+        raise ValueError(f"{run.path}: no complete checkpoint yet, run train/finetune.py with this config first")
+    unfinished = run.unfinished(step)
+    if unfinished is not None:
+        warn(f"{unfinished}; train/finetune.py with the same options goes on from there")
+    if model_config.max_position_embeddings < config.data.max_query_tokens:
+        raise ValueError(
+            f"data.max_query_tokens {config.data.max_query_tokens} is beyond "
+            f"the model's {model_config.max_position_embeddings} positions, lower it to that or less"
+        )
+    trained_data = settings.get("data", {})
+    trained_prompt = trained_data.get("system_prompt", config.data.system_prompt)
+    if trained_prompt != config.data.system_prompt:
+        warn(
+            f"data.system_prompt is {config.data.system_prompt!r}, but the model was trained with {trained_prompt!r}; "
+            "with another one it ranks worse"
+        )
+    mesh = make_mesh(config.mesh)
+    jax.set_mesh(mesh)
+    shares = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.evaluation.batch_size % shares:
+        raise ValueError(
+            f"evaluation.batch_size {config.evaluation.batch_size} is not a multiple of the {shares} devices that "
+            f"share a batch (mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})"
+        )
+    rules, dropped = AxisRules().fit(dict(mesh.shape), model_config.axis_sizes)
+    for line in dropped:
+        say(f"mesh: {line} (each of them holds all of it, which costs memory and time)")
+    longest = config.data.max_query_tokens
+    try:
+        prompts = ChatPrompts(run.tokenizer(), system_prompt=config.data.system_prompt, max_length=longest)
+    except ValueError as error:
+        raise ValueError(f"{run.path} with data.max_query_tokens {longest}: {error}") from error
+    parts = []
+    if options.queries is None:
+        make_report_folder(run.path / "report")
+        data = load_retrieval_set(
+            config.data.source,
+            seed=config.data.seed,
+            train_queries=config.data.train_queries,
+            test_queries=config.data.test_queries,
+        )
+        if data.catalog.fingerprint != catalog.fingerprint:
+            raise ValueError(
+                f"data.source {config.data.source}: its {len(data.catalog):,} tools are not the {len(catalog):,} that "
+                f"{run.path} was trained on; its data.source was {trained_data.get('source', 'another one')}"
+            )
+        if not data.test and not data.test_unseen:
+            raise ValueError(
+                f"data.source {config.data.source}: no test queries to score, expected at least one; "
+                "--queries ranks tools for queries without labels"
+            )
+        if trained_data.get("seed", config.data.seed) != config.data.seed:
+            warn(
+                f"data.seed is {config.data.seed}, but was {trained_data['seed']} in training: where it decides the "
+                "split, queries that were trained on are scored"
+            )
+        notes += data.notes
+        if data.test:
+            parts.append(("trained tools" if data.test_unseen else "test queries", data.test))
+        if data.test_unseen:
+            parts.append(("tools without training queries", data.test_unseen))
+        queries = [Query.of(query) for _, part in parts for query in part]
+    for line in check_readable(queries, prompts):
+        warn(line)
 
     # ================================================================================================================
     # The trained model
     # ================================================================================================================
-    run = RunDirectory(config.run_dir)
-    model_config, catalog = run.model_config(), run.catalog()
-    step = run.last_step()
-    if step is None:
-        raise ValueError(f"{run.path}: no complete checkpoint yet, run train/finetune.py with this config first")
-    if model_config.max_position_embeddings < config.data.max_query_tokens:
-        raise ValueError(
-            f"data.max_query_tokens {config.data.max_query_tokens} is beyond "
-            f"the model's {model_config.max_position_embeddings} positions"
-        )
-    notes = []
-    trained_prompt = run.settings().get("data", {}).get("system_prompt", config.data.system_prompt)
-    if trained_prompt != config.data.system_prompt:
-        notes.append(
-            f"data.system_prompt is {config.data.system_prompt!r}, but the model was trained with {trained_prompt!r}"
-        )
-        say(f"note: {notes[-1]}")
-    mesh = make_mesh(config.mesh)
-    jax.set_mesh(mesh)
-    rules, dropped = AxisRules().fit(dict(mesh.shape), model_config.axis_sizes)
-    for line in dropped:
-        say(f"mesh: {line}")
     started = time.monotonic()
     model = without_lora(run.restore_model(step, rules, mesh))
-    prompts = ChatPrompts(
-        run.tokenizer(), system_prompt=config.data.system_prompt, max_length=config.data.max_query_tokens
-    )
     retriever = ToolRetriever(model, prompts, mesh, batch_size=config.evaluation.batch_size)
     say(f"{run.path}: checkpoint {step:,}, {len(catalog):,} tools, restored in {time.monotonic() - started:.1f} s")
     columns = (
@@ -103,11 +170,12 @@ def main() -> None:
     # ================================================================================================================
     # A file of queries: one JSON object a line, in the order of the file
     # ================================================================================================================
-    if options.queries:
-        texts = read_queries(options.queries)
+    if options.queries is not None:
+        texts = [query.text for query in queries]
         with Progress(*columns, console=console) as progress:
             task = progress.add_task("queries", total=len(texts))
             found = retriever.retrieve(texts, k, progress=functools.partial(progress.advance, task))
+        output = output.resolve()  # through a link, not in its place
         temporary = output.with_name(f".{output.name}.{os.getpid()}")
         with temporary.open("w", encoding="utf-8") as file:
             for row, text in enumerate(texts):
@@ -120,28 +188,22 @@ def main() -> None:
                 ]
                 file.write(json.dumps({"query": text, "tools": tools}, ensure_ascii=False) + "\n")
         os.replace(temporary, output)
-        say(f"{len(texts):,} queries answered in {output}; {found.cut:,} were longer than the prompt and cut")
+        say(
+            f"{len(texts):,} queries answered in {output}, {min(k, len(catalog))} tools each; {found.cut:,} were "
+            f"longer than data.max_query_tokens ({config.data.max_query_tokens}) and cut at their end"
+        )
         return
 
     # ================================================================================================================
     # Held-out queries: the model and BM25 on the same candidates (all tools)
     # ================================================================================================================
-    data = load_retrieval_set(config.data.source, seed=config.data.seed)
-    if data.catalog.fingerprint != catalog.fingerprint:
-        raise ValueError(f"data.source {config.data.source}: its tools are not those that {run.path} was trained on")
-    parts = [("trained tools" if data.test_unseen else "test queries", data.test)]
-    if data.test_unseen:
-        parts.append(("tools without training queries", data.test_unseen))
     bm25 = BM25Ranker(catalog)
-    notes += data.notes
     results, examples, timings, rows = [], [], {}, []
-    for group, queries in parts:
-        if not queries:
-            raise ValueError(f"data.source {config.data.source}: no {group} to score, expected at least one")
-        if 0 < config.evaluation.max_queries < len(queries):
-            notes.append(f"{group}: the first {config.evaluation.max_queries} of {len(queries)} queries are scored")
-            queries = queries[: config.evaluation.max_queries]
-        texts, gold = [query.text for query in queries], [query.tools for query in queries]
+    for group, labelled in parts:
+        if 0 < config.evaluation.max_queries < len(labelled):
+            notes.append(f"{group}: the first {config.evaluation.max_queries} of {len(labelled)} queries are scored")
+            labelled = labelled[: config.evaluation.max_queries]
+        texts, gold = [query.text for query in labelled], [query.tools for query in labelled]
         started = time.monotonic()
         with Progress(*columns, console=console) as progress:
             task = progress.add_task(group, total=len(texts))

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import signal
 import sys
+import tempfile
 import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ import yaml
 from rich.console import Console
 from rich.logging import RichHandler
 
-from jaxtool.config.run_config import RunConfig, StageConfig
+from jaxtool.config.run_config import RunConfig
+from jaxtool.config.stage_config import StageConfig
 
 _PARSER_MODE = "yaml_unique_keys"
 
@@ -61,7 +63,7 @@ def _built(kind: Any, values: Any, outer: str = "") -> Any:
         # jsonargparse lets null pass for a field of any type.
         if value is None and type(None) not in typing.get_args(hint):
             wanted = "its fields" if nested else "a value"
-            instead = "; a stage is skipped by its field epochs: 0" if hint is StageConfig else ""
+            instead = "; a stage is skipped by its field epochs: 0" if nested and issubclass(hint, StageConfig) else ""
             raise ValueError(f"{name} is null, expected {wanted}{instead}")
         arguments[field.name] = _built(hint, value, f"{name}.") if nested else value
     try:
@@ -115,26 +117,53 @@ def open_console() -> Console:
     handler = RichHandler(console=console, show_path=False, show_time=False)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
     logging.getLogger("jaxtool").setLevel(logging.INFO)
+    # How files of weights and tokenizers are laid out is for those who convert them, not for those who train.
+    for name in ("load", "tokenizers"):
+        logging.getLogger(f"jaxtool.weights.{name}").setLevel(logging.WARNING)
     return console
 
 
-def run_script(main: Callable[[], None], *, interrupted: str = "") -> None:
+def check_writable(path: Path, option: str) -> None:
+    """Checks that the file of an option can be written, before the work whose result it shall hold.
+
+    Raises:
+        ValueError: something else is in its place, or its folder is absent or can't be written.
+    """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{option} {path}: is {'a folder' if path.is_dir() else 'no plain file'}, expected a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}, make it first")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"{option} {path}: can't be written ({error.strerror})") from error
+
+
+def run_script(main: Callable[[], None], *, interrupted: str = "", end: Callable[[int], object] = sys.exit) -> None:
     """Calls `main`; errors that jaxtool raises end the process with status 1 and their message alone.
 
     Faults raised elsewhere (a bug, a full disk) keep their traceback. An interrupt (Ctrl-C) ends it with status 130
     and one line, which goes on with the text `interrupted`.
+
+    Args:
+        main: the script.
+        interrupted: what is said behind "interrupted".
+        end: ends the process with a status other than 0; scripts that run on several processes pass
+            `jaxtool.parallel.end_process`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # scripts have another one while they import
     try:
         main()
-    except (ValueError, FileNotFoundError) as error:
-        if not _is_ours(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:
         print(f"interrupted{interrupted}", file=sys.stderr)
-        sys.exit(130)
+        end(130)
+    except Exception as error:
+        if isinstance(error, ValueError | FileNotFoundError) and _is_ours(error):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        end(1)
 
 
 def _is_ours(error: BaseException) -> bool:

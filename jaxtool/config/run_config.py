@@ -9,12 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-# Sizes behind these are slips of the pen: no published run comes near, and they'd be noticed when memory has run out.
-MOST_EPOCHS = 1_000
-MOST_ROWS = 65_536
-MOST_TOKENS = 131_072  # of a row or prompt
-MOST_BATCH_TOKENS = 2**26
-MOST_RANK = 4_096
+from jaxtool.config.bounds import MOST_BATCH_TOKENS, MOST_RANK, MOST_ROWS, MOST_TOKENS, one_of, within
+from jaxtool.config.stage_config import AgentConfig, CorpusConfig, StageConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +37,20 @@ class ModelConfig:
         param_dtype: dtype of parameters and optimiser state (float32, bfloat16).
         compute_dtype: dtype of activations and matrix products. Use float32 on CPU, where bfloat16 is slow.
         remat: what the backward pass recomputes, "elementwise" (fast) or "full" (least memory).
+        attention: "xla", "splash" (TPU), "cudnn" (GPU, half precision), or "auto" for what suits the machine.
     """
 
     source: str = "smollm2"
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     remat: str = "elementwise"
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
+        one_of("attention", self.attention, ("auto", "xla", "splash", "cudnn"))
         for name in ("param_dtype", "compute_dtype"):
-            _one_of(name, getattr(self, name), ("float32", "bfloat16"))
-        _one_of("remat", self.remat, ("elementwise", "full"))
+            one_of(name, getattr(self, name), ("float32", "bfloat16"))
+        one_of("remat", self.remat, ("elementwise", "full"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,11 @@ class DataConfig:
     """Which tools and queries, and how they are rendered.
 
     Attributes:
-        source: "bfcl" for the embedded default, or a folder in BEIR format (corpus, queries, qrels).
+        source: "bfcl" for the embedded default, a folder in BEIR format (corpus.jsonl, queries.jsonl, qrels/), a folder
+            with tools.json and train.jsonl (test.jsonl too, if there is one), or a catalogue of tools (a file of
+            OpenAI-style functions, ToolBench JSON or our own JSON Lines) together with train_queries.
+        train_queries: labelled queries for the catalogue: JSON Lines, rows {"query": text, "tools": [name, ...]}.
+        test_queries: the same, for evaluation (null: part of train_queries is held out).
         seed: decides the split of a set that comes without one.
         system_prompt: text of the system turn; "" gives an empty one, null leaves it to the chat template.
         max_query_tokens: longest retrieval prompt, template included; longer queries are cut at their end and counted.
@@ -68,6 +71,8 @@ class DataConfig:
     """
 
     source: str = "bfcl"
+    train_queries: str | None = None
+    test_queries: str | None = None
     seed: int = 0
     system_prompt: str | None = ""
     max_query_tokens: int = 256
@@ -75,48 +80,9 @@ class DataConfig:
     max_documents: int = 0
 
     def __post_init__(self) -> None:
-        _within("max_query_tokens", self.max_query_tokens, 1, MOST_TOKENS)
-        _within("max_document_tokens", self.max_document_tokens, 1, MOST_TOKENS)
-        _within("max_documents", self.max_documents, 0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW with linear warm-up, cosine decay and clipping.
-
-    Attributes:
-        learning_rate: peak rate.
-        warmup_share: share of the steps in which the rate rises linearly.
-        final_share: rate at the last step as a share of the peak.
-        beta1: decay of the first moment.
-        beta2: decay of the second moment.
-        epsilon: added to the root of the second moment.
-        weight_decay: decoupled decay of matrices; norm scales are never decayed.
-        clip_norm: largest global gradient norm.
-    """
-
-    learning_rate: float = 4e-5
-    warmup_share: float = 0.03
-    final_share: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.999
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("learning_rate", "epsilon"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive number")
-        if not self.clip_norm > 0:  # infinity clips nothing
-            raise ValueError(f"clip_norm is {self.clip_norm}, expected a positive number")
-        for name in ("warmup_share", "beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected 0 <= {name} < 1")
-        if not 0 <= self.final_share <= 1:
-            raise ValueError(f"final_share is {self.final_share}, expected 0 to 1")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay is {self.weight_decay}, expected 0 or more")
+        within("max_query_tokens", self.max_query_tokens, 1, MOST_TOKENS)
+        within("max_document_tokens", self.max_document_tokens, 1, MOST_TOKENS)
+        within("max_documents", self.max_documents, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +103,8 @@ class TrainableConfig:
     lora_projections: tuple[str, ...] = ("query", "value")
 
     def __post_init__(self) -> None:
-        _one_of("parameters", self.parameters, ("full", "lora", "tool_rows"))
-        _within("lora_rank", self.lora_rank, 1, MOST_RANK)
+        one_of("parameters", self.parameters, ("full", "lora", "tool_rows"))
+        within("lora_rank", self.lora_rank, 1, MOST_RANK)
         if not 0 < self.lora_alpha < math.inf:
             raise ValueError(f"lora_alpha is {self.lora_alpha}, expected a positive number")
         names = self.lora_projections
@@ -147,32 +113,42 @@ class TrainableConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageConfig:
-    """One training stage over one kind of samples.
+class ProcessConfig:
+    """The processes of a run on several hosts. On TPU pods and under Slurm nothing has to be said.
 
     Attributes:
-        epochs: passes over the samples, at most 1,000; 0 skips the stage.
-        max_samples: train on this many samples, drawn with the run's seed (0: all).
-        rows: packed rows of a batch, over all devices; at most 65,536.
-        row_length: tokens of a row, at most 131,072. A batch has at most 2^26 (67 million) tokens.
-        loss_chunk: supervised positions of a row whose logits exist at a time (0: all).
-        optimizer: optimiser of the stage; it starts afresh in each stage.
+        coordinator: host of process 0, with or without :port (8476); "" takes it from the environment.
+        count: number of processes (0: from the environment).
+        index: this process's number (-1: from the environment).
+        start_seconds: time in which all must have started; those that are missing are named.
+        stop_seconds: time in which a run that is asked to stop (SIGTERM, Ctrl-C) has saved and ended.
     """
 
-    epochs: int = 1
-    max_samples: int = 0
-    rows: int = 8
-    row_length: int = 256
-    loss_chunk: int = 0
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    coordinator: str = ""
+    count: int = 0
+    index: int = -1
+    start_seconds: float = 300.0
+    stop_seconds: float = 300.0
 
     def __post_init__(self) -> None:
-        _within("epochs", self.epochs, 0, MOST_EPOCHS)
-        _within("max_samples", self.max_samples, 0)
-        _within("rows", self.rows, 1, MOST_ROWS)
-        _within("row_length", self.row_length, 2, MOST_TOKENS)
-        _within("loss_chunk", self.loss_chunk, 0)
-        _within("rows x row_length", self.rows * self.row_length, 2, MOST_BATCH_TOKENS)
+        within("count", self.count, 0)
+        within("index", self.index, -1)
+        for name in ("start_seconds", "stop_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a positive number")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Where numbers are shown besides the terminal and metrics.jsonl.
+
+    Attributes:
+        tensorboard: write event files to the folder `tensorboard` of the run.
+        wandb_project: show them at Weights & Biases too, in this project ("": don't).
+    """
+
+    tensorboard: bool = True
+    wandb_project: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,8 +164,8 @@ class CheckpointConfig:
     keep: int = 1
 
     def __post_init__(self) -> None:
-        _within("every_steps", self.every_steps, 0)
-        _within("keep", self.keep, 1)
+        within("every_steps", self.every_steps, 0)
+        within("keep", self.keep, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +173,9 @@ class EvaluationConfig:
     """Retrieval on held-out queries.
 
     Attributes:
-        k: ranked tools per query; 5 is the largest cut of the metrics.
+        k: ranked tools of a query, best first: the length of `tools` in the lines that infer/retrieve.py writes for
+            --queries (as many as there are tools, if these are fewer). At least 5, the places that the metrics look at;
+            more than 5 don't change them.
         batch_size: bounds the memory of a prefill, over all devices: it holds the tokens of this many of the longest
             queries. At most 65,536, and 2^26 (67 million) tokens with queries of data.max_query_tokens.
         max_queries: evaluate the first this many queries of each part (0: all).
@@ -210,10 +188,11 @@ class EvaluationConfig:
     examples: int = 5
 
     def __post_init__(self) -> None:
-        _within("k", self.k, 5)
-        _within("batch_size", self.batch_size, 1, MOST_ROWS)
-        _within("max_queries", self.max_queries, 0)
-        _within("examples", self.examples, 0)
+        if self.k < 5:
+            raise ValueError(f"k is {self.k}, expected 5 or more: the metrics look at 5 places")
+        within("batch_size", self.batch_size, 1, MOST_ROWS)
+        within("max_queries", self.max_queries, 0)
+        within("examples", self.examples, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,10 +206,14 @@ class RunConfig:
         data: tools and queries.
         mesh: devices; may differ between the runs that resume one another.
         trainable: which part of the model is trained.
-        memorization: first stage, document to tool.
-        retrieval: second stage, query to tools.
+        corpus: first stage, plain text; off unless it has epochs.
+        memorization: second stage, document to tool.
+        retrieval: third stage, query to tools.
+        agent: last stage, conversations; off unless it has epochs.
         checkpoints: when to save.
         evaluation: what `infer/retrieve.py` measures.
+        metrics: where numbers are shown.
+        processes: several hosts as one run.
     """
 
     run_dir: str = "runs/default"
@@ -239,25 +222,18 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     trainable: TrainableConfig = field(default_factory=TrainableConfig)
+    corpus: CorpusConfig = field(default_factory=CorpusConfig)
     memorization: StageConfig = field(default_factory=StageConfig)
     retrieval: StageConfig = field(default_factory=StageConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    processes: ProcessConfig = field(default_factory=ProcessConfig)
 
     def __post_init__(self) -> None:
         if not self.run_dir.strip():
             raise ValueError("run_dir is empty, expected a folder")
-        _within("seed", self.seed, 0)
+        within("seed", self.seed, 0)
         tokens = self.evaluation.batch_size * self.data.max_query_tokens
-        _within("evaluation.batch_size x data.max_query_tokens", tokens, 1, MOST_BATCH_TOKENS)
-
-
-def _within(name: str, value: int, least: int, most: int | None = None) -> None:
-    if value < least or (most is not None and value > most):
-        expected = f"{least} or more" if most is None else f"{least} to {most:,}"
-        raise ValueError(f"{name} is {value}, expected {expected}")
-
-
-def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+        within("evaluation.batch_size x data.max_query_tokens", tokens, 1, MOST_BATCH_TOKENS)

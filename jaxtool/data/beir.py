@@ -33,12 +33,15 @@ def load_beir(directory: str | Path) -> RetrievalSet:
     Raises:
         FileNotFoundError: corpus.jsonl, queries.jsonl or qrels/test.tsv is missing. Without qrels/train.tsv
             the train part is empty.
-        QuerySetError: Everything that is wrong in the files, with file and line.
+        QuerySetError: Everything that is wrong in the files, with file and line; a folder in a file's place.
     """
     directory = Path(directory)
     for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv"):
-        if not (directory / name).is_file():
-            raise FileNotFoundError(f"{directory / name}: missing; a folder in BEIR format needs it")
+        path = directory / name
+        if path.is_dir():
+            raise QuerySetError(f"{path}: is a folder; in BEIR format it is a file")
+        if not path.exists():
+            raise FileNotFoundError(f"{path}: missing; a folder in BEIR format needs it")
     problems = Problems()
     catalog, ids = _read_corpus(directory / "corpus.jsonl", problems)
     texts = _read_queries(directory / "queries.jsonl", problems)

@@ -6,7 +6,8 @@ text are text, so nobody can forge a turn. Tool ids never pass through the token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,11 @@ class ChatPrompts:
         bos = tokenizer.bos_token_id
         if bos is not None and self._before[:2] == [bos, bos]:
             raise ValueError(f"the chat template begins with two BOS tokens ({bos}), expected one")
-        if len(self._before) + len(self._after) >= max_length:
-            raise ValueError(f"max_length {max_length} leaves no room for text beside the template's own tokens")
+        own = len(self._before) + len(self._after)
+        if own >= max_length:
+            raise ValueError(
+                f"max_length {max_length} leaves no room for text, the chat template alone has {own} tokens"
+            )
         closing = tokenizer.eos_token_id
         if closing is None:
             raise ValueError("the tokenizer has no EOS token, which ends the assistant's turn")
@@ -75,6 +79,18 @@ class ChatPrompts:
     def text_ids(self, text: str) -> list[int]:
         """Ids of plain text; special tokens spelled out in it stay text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+
+    def without_token(self, texts: Iterable[str]) -> dict[str, int]:
+        """The characters that the tokenizer has no token for, and in how many of the texts each occurs.
+
+        They leave no trace in a prompt: the model reads the text without them.
+        """
+        found = Counter(character for text in texts for character in set(text))
+        return {
+            character: count
+            for character, count in sorted(found.items())
+            if not character.isspace() and not self.text_ids(character)
+        }
 
     def check_within(self, vocabulary: int, ids: Sequence[int]) -> None:
         """Raises ValueError where an id, or the end of the turn, is outside of the model's text rows: rows behind them

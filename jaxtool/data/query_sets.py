@@ -1,6 +1,6 @@
 """Queries labelled with the tools that answer them, their split into train and test, and loading by name.
 
-The formats themselves are read in bfcl.py and beir.py.
+The formats themselves are read in bfcl.py, beir.py and labelled_files.py.
 """
 
 from __future__ import annotations
@@ -208,31 +208,71 @@ def _draw(queries: Iterable[LabelledQuery], seed: int) -> list[LabelledQuery]:
     return [query for _, _, query in sorted(placed, key=lambda member: member[:2])]
 
 
-def load_retrieval_set(source: str, seed: int = 0) -> RetrievalSet:
-    """The labelled queries of "bfcl" (fetched on first use), or of a folder in BEIR format.
+def load_retrieval_set(
+    source: str, seed: int = 0, *, train_queries: str | None = None, test_queries: str | None = None
+) -> RetrievalSet:
+    """A catalogue with its labelled queries, by the fields `source`, `train_queries` and `test_queries` of `data`.
 
     Args:
-        source: "bfcl", or the path of a folder with corpus.jsonl, queries.jsonl and qrels/ (a folder that is
-            called
-            bfcl: "./bfcl").
-        seed: Chooses the held-out part of "bfcl"; a BEIR folder comes split.
+        source: "bfcl" (fetched on first use), a folder in BEIR format (corpus.jsonl, queries.jsonl, qrels/), a folder
+            with tools.json and train.jsonl (see `load_labelled_folder`) or, with `train_queries`, a catalogue: a file,
+            or a folder of ToolBench files. A folder that is called bfcl: "./bfcl".
+        seed: Chooses the held-out part of "bfcl" and of labelled files without test queries; the others come split.
+        train_queries: File of labelled queries for the catalogue (see `load_labelled`).
+        test_queries: The same, held out.
 
     Raises:
-        QuerySetError: Neither of the two, or something is wrong in the data.
+        QuerySetError: None of these, or something is wrong in the queries.
+        CatalogError: Something is wrong in the catalogue.
+        FileNotFoundError: Something that belongs to them is missing.
         AssetError: "bfcl" can't be fetched.
     """
     # The formats build on this module's types, so they can only be imported when it is complete.
     from jaxtool.data.assets import bfcl
     from jaxtool.data.beir import load_beir
     from jaxtool.data.bfcl import load_bfcl
+    from jaxtool.data.labelled_files import labelled_catalog, load_labelled, load_labelled_folder
 
+    if train_queries is None and test_queries is not None:
+        raise QuerySetError("data.test_queries is set without data.train_queries, expected both or neither")
     if source == "bfcl":
+        if train_queries is not None:
+            raise QuerySetError(
+                'data.train_queries is set, but data.source is "bfcl", which has queries of its own; '
+                "expected a catalogue of tools as data.source"
+            )
         return load_bfcl(bfcl(), seed=seed)
-    folder = Path(os.path.expanduser(source))  # Path.expanduser raises where there is no such user
-    if not (folder / "corpus.jsonl").is_file():
-        found = "a folder without corpus.jsonl" if folder.is_dir() else "no such folder"
+    path = _expanded(source)
+    if not path.exists():
+        raise QuerySetError(f"data.source {source!r}: no such file or folder; {_EXPECTED}")
+    if train_queries is not None:
+        catalog = labelled_catalog(path) if path.is_dir() else None
+        if catalog is not None:
+            raise QuerySetError(
+                f"data.source {source!r}: a folder with {catalog.name} has its queries beside it; "
+                "expected no data.train_queries, or the catalogue itself as data.source"
+            )
+        test = None if test_queries is None else _expanded(test_queries)
+        return load_labelled(path, _expanded(train_queries), test, seed=seed)
+    if not path.is_dir():
         raise QuerySetError(
-            f'query set {source!r}: expected "bfcl" or a folder in BEIR format (corpus.jsonl, queries.jsonl, '
-            f"qrels/), found {found}"
+            f"data.source {source!r}: is a file; a catalogue of tools goes with its labelled queries, "
+            "data.train_queries (and data.test_queries)"
         )
-    return load_beir(folder)
+    if (path / "corpus.jsonl").exists():
+        return load_beir(path)
+    if labelled_catalog(path) is None:
+        raise QuerySetError(
+            f"data.source {source!r}: a folder without corpus.jsonl and without tools.json; {_EXPECTED}"
+        )
+    return load_labelled_folder(path, seed=seed)
+
+
+_EXPECTED = (
+    'expected "bfcl", a folder in BEIR format (corpus.jsonl, queries.jsonl, qrels/), a folder with tools.json and '
+    "train.jsonl, or a catalogue of tools together with data.train_queries"
+)
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expanduser(path))  # Path.expanduser raises where there is no such user

@@ -1,15 +1,16 @@
-"""Supervised samples and their packing into fixed rows: batch = f(samples, seed, step), nothing else.
+"""Supervised samples, one by one or as flat arrays for corpora, and the packed rows that a step takes.
 
-A sample may supervise a position with several equally right ids (soft target). Packing keeps samples apart by segment
-ids; no sample is cut or dropped.
+A sample may supervise a position with several equally right ids (soft target). How samples are made lives elsewhere
+(sample_writer.py, corpus.py, chat_samples.py, the methods); how they are packed, in packing.py.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any, overload
 
 import jax
 import numpy as np
@@ -76,130 +77,170 @@ class Batch:
     weights_bpa: jax.Array
 
 
-class PackedBatches:
-    """Batches of packed rows; the order and every draw follow from `seed` and the step alone.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampleArrays(Sequence[Sample]):
+    """Samples end to end in flat arrays: about 9 bytes a token where every position has one target.
 
-    Args:
-        samples: what to train on; every one occurs exactly once an epoch.
-        rows: rows of a batch (B).
-        row_length: tokens of a row (S).
-        epochs: passes over the samples.
-        seed: decides order, packing and draws.
+    The arrays may be memory maps; nothing writes to them.
 
     Attributes:
-        max_supervised: supervised positions of the fullest row of all epochs (P), the same for every batch.
-        max_targets: most targets of one position (A).
+        tokens: int32, the input ids of all samples; `DRAWN` as in `Sample`.
+        starts: int64, where each sample begins in `tokens`, and the end of the last.
+        supervised: bool, for each token whether its position is supervised.
+        targets: int32, the right next ids of the supervised positions, in their order.
+        target_starts: int64, where the targets of each supervised position begin, and the end of the last; None where
+            each has one.
+        files: names of the files that samples come from.
+        file_of: int32, for each sample the index of its file; empty where nothing is known.
+        line_of: int64, for each sample its line, from 1.
 
     Raises:
-        ValueError: no samples, or a sample longer than a row.
+        ValueError: arrays that contradict one another, or what makes a `Sample` invalid; names the sample.
     """
 
-    def __init__(self, samples: Sequence[Sample], *, rows: int, row_length: int, epochs: int, seed: int) -> None:
-        if not samples:
-            raise ValueError("no samples to train on")
-        if rows < 1 or epochs < 1:
-            raise ValueError(f"rows is {rows} and epochs is {epochs}, expected at least 1 of each")
-        longest = max(len(sample.tokens) for sample in samples)
-        if longest > row_length:
-            raise ValueError(
-                f"a sample has {longest} tokens, a row holds {row_length}: raise row_length or cut the text"
-            )
-        self.samples = samples
-        self.rows, self.row_length, self.seed = rows, row_length, seed
-        self.max_targets = max(len(ids) for sample in samples for ids in sample.targets)
-        self._epochs = [self._plan(epoch) for epoch in range(epochs)]
-        supervised = [len(sample.positions) for sample in samples]
-        self.max_supervised = max(sum(supervised[i] for i in row) for plan in self._epochs for row in plan)
-        self._starts = np.cumsum([0] + [-(-len(plan) // rows) for plan in self._epochs])
+    tokens: np.ndarray
+    starts: np.ndarray
+    supervised: np.ndarray
+    targets: np.ndarray
+    target_starts: np.ndarray | None = None
+    files: tuple[str, ...] = ()
+    file_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    line_of: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # int64: where the supervised positions of each sample begin among all of them, and the end of the last.
+    position_starts: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        count = len(self.starts) - 1
+        if count < 0 or self.starts[0] != 0 or self.starts[-1] != len(self.tokens) or np.any(np.diff(self.starts) < 1):
+            raise ValueError(f"starts are not ascending from 0 to the {len(self.tokens)} tokens")
+        if len(self.supervised) != len(self.tokens):
+            raise ValueError(f"{len(self.supervised)} marks of supervised positions for {len(self.tokens)} tokens")
+        for name, values in (("file_of", self.file_of), ("line_of", self.line_of)):
+            if len(values) not in (0, count):
+                raise ValueError(f"{name} has {len(values)} entries for {count} samples")
+        positions = np.zeros(count + 1, np.int64)
+        if count:
+            np.cumsum(np.add.reduceat(self.supervised, self.starts[:-1], dtype=np.int64), out=positions[1:])
+        object.__setattr__(self, "position_starts", positions)
+        total = int(positions[-1])
+        ends = total if self.target_starts is None else int(self.target_starts[-1])
+        if ends != len(self.targets) or (self.target_starts is not None and len(self.target_starts) != total + 1):
+            raise ValueError(f"{len(self.targets)} targets don't fit {total} supervised positions")
+        empty = np.flatnonzero(np.diff(positions) == 0)
+        if empty.size:
+            raise ValueError(f"{self.place(int(empty[0]))}: no supervised position, expected one at least")
+        drawn = np.flatnonzero(self.tokens == DRAWN)
+        if drawn.size:
+            sample = np.searchsorted(self.starts, drawn, side="right") - 1
+            wrong = np.flatnonzero((drawn == self.starts[sample]) | ~self.supervised[drawn - 1])
+            if wrong.size:
+                first = int(sample[wrong[0]])
+                token = int(drawn[wrong[0]] - self.starts[first])
+                raise ValueError(f"{self.place(first)}: token {token} is to be drawn, but the position before has none")
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> SampleArrays:
+        """The same samples as arrays; `samples` itself where it is already one."""
+        if isinstance(samples, SampleArrays):
+            return samples
+        starts = _ends(len(sample.tokens) for sample in samples)
+        positions = _ends(len(sample.positions) for sample in samples)
+        alternatives = _ends(len(ids) for sample in samples for ids in sample.targets)
+        supervised = np.zeros(starts[-1], np.bool_)
+        places = np.fromiter(chain.from_iterable(sample.positions for sample in samples), np.int64, positions[-1])
+        supervised[places + np.repeat(starts[:-1], np.diff(positions))] = True
+        targets = chain.from_iterable(ids for sample in samples for ids in sample.targets)
+        return cls(
+            tokens=np.fromiter(chain.from_iterable(sample.tokens for sample in samples), np.int32, starts[-1]),
+            starts=starts,
+            supervised=supervised,
+            targets=np.fromiter(targets, np.int32, alternatives[-1]),
+            target_starts=None if alternatives[-1] == positions[-1] else alternatives,
+        )
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> SampleArrays: ...
+    def __getitem__(self, index: int | slice) -> Sample | SampleArrays:
+        if isinstance(index, slice):
+            return self.subset(range(len(self))[index])
+        index = range(len(self))[index]
+        tokens = slice(int(self.starts[index]), int(self.starts[index + 1]))
+        first, last = self.position_starts[index : index + 2].tolist()
+        ends = range(first, last + 1) if self.target_starts is None else self.target_starts[first : last + 1].tolist()
+        return Sample(
+            tokens=tuple(self.tokens[tokens].tolist()),
+            positions=tuple(np.flatnonzero(self.supervised[tokens]).tolist()),
+            targets=tuple(tuple(self.targets[a:b].tolist()) for a, b in pairwise(ends)),
+        )
+
+    def subset(self, indices: Sequence[int]) -> SampleArrays:
+        """The samples at these places, in this order."""
+        chosen = np.asarray(indices, np.int64)
+        sizes, counts = np.diff(self.starts)[chosen], np.diff(self.position_starts)[chosen]
+        tokens = ranges(self.starts[chosen], sizes)
+        positions = ranges(self.position_starts[chosen], counts)
+        alternatives = None
+        if self.target_starts is not None:
+            each = np.diff(self.target_starts)[positions]
+            positions, alternatives = ranges(self.target_starts[positions], each), _ends(each)
+        return SampleArrays(
+            tokens=self.tokens[tokens],
+            starts=_ends(sizes),
+            supervised=self.supervised[tokens],
+            targets=self.targets[positions],
+            target_starts=alternatives,
+            files=self.files,
+            file_of=self.file_of[chosen] if len(self.file_of) else self.file_of,
+            line_of=self.line_of[chosen] if len(self.line_of) else self.line_of,
+        )
+
+    def place(self, index: int) -> str:
+        """Where a sample comes from: "file:line", or its number where that isn't known."""
+        if not len(self.file_of):
+            return f"sample {index}"
+        return f"{self.files[self.file_of[index]]}:{self.line_of[index]}"
 
     @property
-    def steps(self) -> int:
-        """Batches in all epochs; the last one of an epoch may have empty rows."""
-        return int(self._starts[-1])
+    def most_targets(self) -> int:
+        """Targets of the position that has the most."""
+        return 1 if self.target_starts is None else int(np.diff(self.target_starts).max(initial=1))
 
-    @property
-    def tokens(self) -> int:
-        """Input tokens in all epochs, padding not counted."""
-        return len(self._epochs) * sum(len(sample.tokens) for sample in self.samples)
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 (hex) over the samples in order; batches with the same arguments and fingerprint are the same."""
-        digest = hashlib.sha256()
-        for sample in self.samples:
+def fingerprint(samples: Sequence[Sample]) -> str:
+    """SHA-256 (hex) over the samples in order, places left out.
+
+    Arrays are hashed as bytes, which takes a second for 10^8 tokens where the text form of samples takes minutes; so
+    the same samples have one fingerprint as arrays and another one by one.
+    """
+    digest = hashlib.sha256()
+    if isinstance(samples, SampleArrays):
+        digest.update(b"arrays 1\n")
+        ends = np.zeros(0, np.int64) if samples.target_starts is None else samples.target_starts
+        types: tuple[Any, ...] = ("<i4", "<i8", "?", "<i4", "<i8")
+        for array, kind in zip(
+            (samples.tokens, samples.starts, samples.supervised, samples.targets, ends), types, strict=True
+        ):
+            digest.update(f"{len(array)}\n".encode())
+            digest.update(np.ascontiguousarray(array, kind).data)
+    else:
+        for sample in samples:
             digest.update(f"{sample.tokens}{sample.positions}{sample.targets}\n".encode())
-        return digest.hexdigest()
+    return digest.hexdigest()
 
-    @property
-    def filled(self) -> float:
-        """Share of the positions of all batches that hold a token."""
-        return self.tokens / (self.steps * self.rows * self.row_length)
 
-    def batch(self, step: int) -> Batch:
-        """The batch of one step, as numpy arrays.
+def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """starts[0], starts[0] + 1, ... (counts[0] numbers), then the same from starts[1], and so on."""
+    ends = np.cumsum(counts, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - counts), counts) + np.arange(total)
 
-        Raises:
-            IndexError: `step` is outside 0 .. steps - 1.
-        """
-        if not 0 <= step < self.steps:
-            raise IndexError(f"step {step} is outside the {self.steps} steps")
-        epoch = int(np.searchsorted(self._starts, step, side="right")) - 1
-        first = (step - int(self._starts[epoch])) * self.rows
-        return self._fill(self._epochs[epoch][first : first + self.rows], epoch)
 
-    def _plan(self, epoch: int) -> list[list[int]]:
-        """Rows as lists of sample indices: first fit in shuffled order, over a window of open rows."""
-        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.samples))
-        done: list[list[int]] = []
-        opened: list[tuple[list[int], int]] = []  # members, tokens left
-        for index in order.tolist():
-            tokens = len(self.samples[index].tokens)
-            for slot, (members, room) in enumerate(opened):
-                if tokens <= room:
-                    opened[slot] = ([*members, index], room - tokens)
-                    break
-            else:
-                # A window keeps the order close to the shuffled one: rows leave it in the order in which they opened.
-                if len(opened) == 4 * self.rows:
-                    done.append(opened.pop(0)[0])
-                opened.append(([index], self.row_length - tokens))
-        return done + [members for members, _ in opened]
-
-    def _fill(self, plan: list[list[int]], epoch: int) -> Batch:
-        b, s, p, a = self.rows, self.row_length, self.max_supervised, self.max_targets
-        tokens_bs, positions_bs, segments_bs = (np.zeros((b, s), np.int32) for _ in range(3))
-        supervised_bp = np.zeros((b, p), np.int32)
-        targets_bpa, weights_bpa = np.zeros((b, p, a), np.int32), np.zeros((b, p, a), np.float32)
-        for row, members in enumerate(plan):
-            start = filled = 0
-            for segment, index in enumerate(members, start=1):
-                sample = self.samples[index]
-                end = start + len(sample.tokens)
-                tokens_bs[row, start:end] = self._drawn(sample, index, epoch)
-                positions_bs[row, start:end] = np.arange(len(sample.tokens))
-                segments_bs[row, start:end] = segment
-                for position, ids in zip(sample.positions, sample.targets, strict=True):
-                    supervised_bp[row, filled] = start + position
-                    targets_bpa[row, filled, : len(ids)] = ids
-                    weights_bpa[row, filled, : len(ids)] = 1 / len(ids)
-                    filled += 1
-                start = end
-        arrays: dict[str, Any] = {
-            "tokens_bs": tokens_bs,
-            "positions_bs": positions_bs,
-            "segment_ids_bs": segments_bs,
-            "supervised_bp": supervised_bp,
-            "targets_bpa": targets_bpa,
-            "weights_bpa": weights_bpa,
-        }
-        return Batch(**arrays)
-
-    def _drawn(self, sample: Sample, index: int, epoch: int) -> list[int]:
-        if DRAWN not in sample.tokens:
-            return list(sample.tokens)
-        draw = np.random.default_rng((self.seed, epoch, index))
-        targets = dict(zip(sample.positions, sample.targets, strict=True))
-        return [
-            targets[place - 1][draw.integers(len(targets[place - 1]))] if token == DRAWN else token
-            for place, token in enumerate(sample.tokens)
-        ]
+def _ends(counts: Iterable[int] | np.ndarray) -> np.ndarray:
+    """0 and the running sums of `counts`."""
+    each = counts if isinstance(counts, np.ndarray) else np.fromiter(counts, np.int64)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(each, dtype=np.int64)])

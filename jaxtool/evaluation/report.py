@@ -125,16 +125,31 @@ def render_html(report: Report, png: bytes | None = None) -> str:
     return _PAGE.format(title=_escaped(report.title), style=_STYLE, body="\n".join(filter(None, sections)))
 
 
+def make_report_folder(folder: str | Path) -> Path:
+    """Makes the folder where it is absent.
+
+    Raises:
+        ValueError: it can't be made or written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"{folder}: expected a folder for the report that can be written ({error})") from error
+    return folder
+
+
 def write_report(report: Report, folder: str | Path) -> Path:
     """Writes `report.html` and `results.png` into a folder (made if absent) and returns the path of the page.
 
     Each file appears whole or not at all: an older one stays until the new one is complete.
 
     Raises:
-        ValueError: results that `plot_results` refuses.
+        ValueError: results that `plot_results` refuses, or a folder that can't be written.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_report_folder(folder)
     png = plot_results(report.results, metrics=report.metrics)
     page = folder / "report.html"
     _write_atomically(folder / "results.png", png)

@@ -1,6 +1,6 @@
 """Network definitions and their parameter trees."""
 
-from jaxtool.models.attention import SHARED_PREFIX
+from jaxtool.models.attention import resolve_attention
 from jaxtool.models.catalog_change import CatalogChange, catalog_change
 from jaxtool.models.gptj import GPTJ, GPTJConfig
 from jaxtool.models.language_model import LanguageModel, LanguageModelConfig, padded_rows
@@ -20,6 +20,7 @@ from jaxtool.models.vocabulary import (
     with_tool_rows,
     without_tool_rows,
 )
+from jaxtool.models.xla_attention import SHARED_PREFIX
 
 __all__ = [
     "GPTJ",
@@ -49,6 +50,7 @@ __all__ = [
     "padded_rows",
     "parameters",
     "resized_optimizer_state",
+    "resolve_attention",
     "tools_config",
     "with_catalog",
     "with_lora",

@@ -1,81 +1,97 @@
-"""Causal attention over packed rows, for any ratio of query to key-value heads; norms that networks share.
+"""The one attention function of all ports, and which implementation a run uses.
 
-Scores and softmax are float32 whatever the compute dtype. Projections and rotary embedding are the networks' own.
+Projections and rotary embedding are the networks' own. Implementations are in `xla_attention` (the reference),
+`splash_attention` (TPU) and `cudnn_attention` (NVIDIA GPU).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
-from jaxtool.parallel import AxisRules, active_mesh_axes, einsum
+from jaxtool.models.cudnn_attention import CUDNN_DTYPES, cudnn_attention
+from jaxtool.models.splash_attention import splash_attention
+from jaxtool.models.xla_attention import xla_attention
+from jaxtool.parallel import AxisRules
 
-SHARED_PREFIX = -1  # segment of tokens that all segments behind them in the row see, as if each began with them
+Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, AxisRules], jax.Array]
 
-_GROUPED = ("batch", "sequence", "kv_heads", None, "head_size")
-
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis; statistics in float32, result in the dtype of `x`."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return normed.astype(x.dtype) * scale.astype(x.dtype)
+IMPLEMENTATIONS: Mapping[str, Attention] = {
+    "xla": xla_attention,
+    "cudnn": cudnn_attention,
+    "splash": splash_attention,
+}
 
 
-def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """Layer norm over the last axis; all of it in float32, result in the dtype of `x`."""
-    x32 = x.astype(jnp.float32)
-    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
-    return (normed * scale.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+def attention(
+    q_bsnh: jax.Array,
+    k_bskh: jax.Array,
+    v_bskh: jax.Array,
+    segment_ids_bs: jax.Array,
+    rules: AxisRules,
+    implementation: str = "xla",
+) -> jax.Array:
+    """Causal softmax(q k / sqrt(H)) v within segments, [B, S, N, H] in the dtype of the values.
 
-
-def attention_mask(segment_ids_bs: jax.Array) -> jax.Array:
-    """Boolean [B, S, S]: query s sees key t when t <= s and both are of one segment, or t is of `SHARED_PREFIX`.
-
-    Padding (0) sees only itself: the own position is always visible, so no softmax row is empty.
+    Args:
+        q_bsnh: queries; head n attends with key-value head n // (N / K).
+        k_bskh: keys.
+        v_bskh: values.
+        segment_ids_bs: int32; a token sees those before it and itself in its segment, and a `SHARED_PREFIX` before it
+            ("xla" and "cudnn"; NaN with "splash"). What comes out at padding (0) is finite and depends on the
+            implementation.
+        rules: mesh axes of batch and heads.
+        implementation: "xla", "cudnn" or "splash"; the latter two run only on their devices.
     """
-    length = segment_ids_bs.shape[1]
-    causal = jnp.tril(jnp.ones((length, length), dtype=bool))
-    key_b1t = segment_ids_bs[:, None, :]
-    visible = (segment_ids_bs[:, :, None] == key_b1t) | (key_b1t == SHARED_PREFIX)
-    real = (segment_ids_bs != 0)[:, :, None] | jnp.eye(length, dtype=bool)
-    return causal & visible & real
+    return IMPLEMENTATIONS[implementation](q_bsnh, k_bskh, v_bskh, segment_ids_bs, rules)
 
 
-def attend(q_bsnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array, mask_bst: jax.Array, rules: AxisRules) -> jax.Array:
-    """Softmax(q k / sqrt(H)) v under the mask, [B, S, N, H] in the dtype of the values.
+def resolve_attention(requested: str, *, compute_dtype: str, head_size: int, device: jax.Device) -> tuple[str, str]:
+    """The implementation that a run uses on devices like `device`, and a line that says why.
 
-    Query heads of one key-value head are rows of one matrix: [G*S, H] x [H, S] per (batch, K), which CPU and
-    accelerator matrix units run at full speed, and keys are never repeated.
+    Args:
+        requested: "xla", "cudnn", "splash", or "auto" for the fastest that the device has.
+        compute_dtype: dtype of activations.
+        head_size: H.
+        device: any of the run's devices.
+
+    Raises:
+        ValueError: the implementation is unknown, or can't run there.
     """
-    spec = rules.spec
-    b, s, heads, size = q_bsnh.shape
-    kv_heads = k_bskh.shape[2]
-    groups = heads // kv_heads
-    rows = spec("batch", "kv_heads", None, "head_size")
-    q_bskgh = _reshape(q_bsnh, (b, s, kv_heads, groups, size), spec(*_GROUPED))
-    q_bkxh = _reshape(q_bskgh.transpose(0, 2, 3, 1, 4), (b, kv_heads, groups * s, size), rows)
-    scores_bkxt = einsum(
-        "bkxh,bkht->bkxt",
-        q_bkxh,
-        k_bskh.transpose(0, 2, 3, 1),
-        out=spec("batch", "kv_heads", None, None),
-        result_dtype="float32",
-    )
-    mask_bxt = jnp.tile(mask_bst, (1, groups, 1))
-    scores_bkxt = jnp.where(mask_bxt[:, None], scores_bkxt * size**-0.5, jnp.finfo(jnp.float32).min)
-    weights_bkxt = checkpoint_name(jax.nn.softmax(scores_bkxt, axis=-1).astype(v_bskh.dtype), "kept")
-    mixed_bkxh = einsum("bkxt,bkth->bkxh", weights_bkxt, v_bskh.transpose(0, 2, 1, 3), out=rows)
-    split = spec("batch", "kv_heads", None, "sequence", "head_size")
-    mixed_bkgsh = _reshape(mixed_bkxh, (b, kv_heads, groups, s, size), split)
-    mixed_bsnh = _reshape(
-        mixed_bkgsh.transpose(0, 3, 1, 2, 4), q_bsnh.shape, spec("batch", "sequence", "heads", "head_size")
-    )
-    return checkpoint_name(mixed_bsnh, "kept")
+    if requested not in ("auto", *IMPLEMENTATIONS):
+        raise ValueError(f"attention is {requested!r}, expected one of auto, {', '.join(IMPLEMENTATIONS)}")
+    obstacles = {
+        "splash": "" if device.platform == "tpu" else f"the devices are {_name(device)}, not TPUs",
+        "cudnn": _cudnn_obstacle(compute_dtype, head_size, device),
+        "xla": "",
+    }
+    if requested != "auto":
+        if obstacles[requested]:
+            raise ValueError(f"attention is {requested!r}, but {obstacles[requested]}; 'auto' takes what there is")
+        return requested, f"attention: {requested}, as asked for"
+    chosen = next(name for name in ("splash", "cudnn", "xla") if not obstacles[name])
+    reason = f"on {_name(device)}"
+    if chosen == "xla" and device.platform == "gpu":
+        reason = f"because {obstacles['cudnn']}"
+    return chosen, f"attention: {chosen}, {reason}"
 
 
-def _reshape(x: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-    return jax.lax.reshape(x, shape, out_sharding=spec) if active_mesh_axes() else jnp.reshape(x, shape)
+def _cudnn_obstacle(compute_dtype: str, head_size: int, device: jax.Device) -> str:
+    """Why cuDNN can't serve, or nothing; the limits are those that JAX checks."""
+    capability = str(getattr(device, "compute_capability", ""))
+    major = capability.partition(".")[0]
+    if device.platform != "gpu" or not major.isdecimal():  # AMD's are names
+        return f"the devices are {_name(device)}, not NVIDIA GPUs"
+    if int(major) < 8:
+        return f"the devices have compute capability {capability}, below 8.0"
+    if compute_dtype not in CUDNN_DTYPES:
+        return f"compute_dtype is {compute_dtype}, not {' or '.join(CUDNN_DTYPES)}"
+    most = 256 if int(major) >= 9 else 128
+    if head_size % 8 or head_size > most:
+        return f"the head size is {head_size}, not a multiple of 8 up to {most}"
+    return ""
+
+
+def _name(device: jax.Device) -> str:
+    return f"{device.platform} ({device.device_kind})"

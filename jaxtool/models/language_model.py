@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtool.models.attention import attention_mask
+from jaxtool.models.attention import IMPLEMENTATIONS
+from jaxtool.models.cudnn_attention import CUDNN_DTYPES
 from jaxtool.models.rotary import rotary_tables
-from jaxtool.models.tool_rows import ToolBlock, ToolRows, add_bias, contract, look_up
-from jaxtool.parallel import AxisRules, active_mesh_axes, einsum, reshard
+from jaxtool.models.tool_rows import ToolBlock, ToolRows, look_up, take_rows
+from jaxtool.parallel import AxisRules, active_mesh_axes, check_mesh, einsum, reshard
 
 VOCABULARY_MULTIPLE = 128
 DEFAULT_RULES = AxisRules()
@@ -63,6 +64,8 @@ class LanguageModelConfig:
         remat: what the backward pass recomputes: "elementwise" keeps the inputs of the large matrix products and
             recomputes norms and gates (40 % of the memory of keeping all, and faster on CPU); "full" keeps the
             block inputs only.
+        attention: implementation of attention: "xla" runs everywhere, "splash" on TPUs, "cudnn" on NVIDIA GPUs and in
+            half precision only; `resolve_attention` chooses. Not a property of the model: JSON leaves it out.
         lora_rank: rank R of the low-rank updates; 0 for none.
         lora_alpha: an update is scaled by lora_alpha / lora_rank.
         lora_projections: which projections have one, by name ("query", "key", ...).
@@ -86,6 +89,7 @@ class LanguageModelConfig:
     param_dtype: str = "float32"
     compute_dtype: str = "float32"
     remat: str = "elementwise"
+    attention: str = "xla"
     lora_rank: int = 0
     lora_alpha: float = 16.0
     lora_projections: tuple[str, ...] = ()
@@ -93,6 +97,12 @@ class LanguageModelConfig:
     def __post_init__(self) -> None:
         if self.remat not in KEPT_ACTIVATIONS:
             raise ValueError(f"remat is {self.remat!r}, expected one of {', '.join(KEPT_ACTIVATIONS)}")
+        if self.attention not in IMPLEMENTATIONS:
+            raise ValueError(f"attention is {self.attention!r}, expected one of {', '.join(IMPLEMENTATIONS)}")
+        if self.attention == "cudnn" and self.compute_dtype not in CUDNN_DTYPES:
+            raise ValueError(
+                f"attention is 'cudnn' and compute_dtype {self.compute_dtype}, expected {' or '.join(CUDNN_DTYPES)}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, rotary embedding needs an even number")
         if not 0 <= self.text_tokens <= self.vocab_size:
@@ -145,6 +155,16 @@ class LanguageModelConfig:
     def frequencies(self) -> np.ndarray:
         """Rotary frequencies, float32."""
         raise NotImplementedError
+
+    def is_predicted(self, ids: jax.Array) -> jax.Array:
+        """Whether these ids are ones that the head can predict: known text tokens and tools, not padding."""
+        known = (ids >= 0) & (ids < (self.text_tokens or self.vocab_size))
+        return known | ((ids >= self.vocab_size) & (ids < self.vocab_size + self.num_tools))
+
+    @property
+    def predicts_all_rows(self) -> bool:
+        """Whether every row of the head can be predicted."""
+        return self.text_tokens in (0, self.vocab_size) and self.vocab_size + self.num_tools == self.rows
 
 
 def padded_rows(vocab_size: int, num_tools: int, multiple: int = VOCABULARY_MULTIPLE) -> int:
@@ -235,8 +255,8 @@ class DecoderBlock(nnx.Module):
         filled = jnp.full((size,), value, self.config.param_dtype)
         return nnx.Param(filled, out_sharding=annotation(self.rules, axis))
 
-    def __call__(self, x_bsd: jax.Array, mask_bst: jax.Array, rotary: Rotary) -> jax.Array:
-        """x [B, S, D], mask [B, S, S], rotary tables 2 x [B, S, R] -> [B, S, D]."""
+    def __call__(self, x_bsd: jax.Array, segment_ids_bs: jax.Array, rotary: Rotary) -> jax.Array:
+        """x [B, S, D], segments [B, S], rotary tables 2 x [B, S, R] -> [B, S, D]."""
         raise NotImplementedError
 
 
@@ -292,21 +312,21 @@ class LanguageModel(nnx.Module):
                 go on from it.
             segment_ids_bs: int32, 0 for padding; tokens attend within their segment and to a `SHARED_PREFIX`.
             tool_rows: the matrices' tool rows once more, to take the gradient in the place of the whole matrices.
+
+        Raises:
+            ValueError: the model lies on a mesh that isn't active.
         """
-        c, spec = self.config, self.rules.spec
-        sharding = spec("batch", "sequence", "activation") if active_mesh_axes() else None
+        check_mesh(self.embedding_vd[...])
+        c = self.config
         if tool_rows:
             x_bsd = look_up(self.embedding_vd[...], tool_rows["embedding_vd"], tokens_bs, self.tool_block)
         else:
-            table_vd = reshard(self.embedding_vd[...], spec("vocabulary", None))
-            # An id that has no row gives NaN, not another token's row.
-            x_bsd = table_vd.at[tokens_bs].get(mode="fill", out_sharding=sharding, wrap_negative_indices=False)
+            x_bsd = take_rows(self.embedding_vd[...], tokens_bs, "vocabulary", self.rules, c.compute_dtype)
         x_bsd = x_bsd.astype(c.compute_dtype)
-        mask_bst = attention_mask(segment_ids_bs)
         rotary = rotary_tables(positions_bs, c.frequencies())
 
         def body(x_bsd: jax.Array, block: DecoderBlock) -> tuple[jax.Array, None]:
-            return block(x_bsd, mask_bst, rotary), None
+            return block(x_bsd, segment_ids_bs, rotary), None
 
         body = jax.checkpoint(body, policy=KEPT_ACTIVATIONS[c.remat])
         x_bsd, _ = jax.lax.scan(body, x_bsd, self.blocks)
@@ -320,29 +340,21 @@ class LanguageModel(nnx.Module):
         """The output matrix [V, D]: the head, or the embedding when tied."""
         return (self.embedding_vd if self.config.tie_word_embeddings else self.head_vd)[...]
 
-    def logits(self, hidden_bpd: jax.Array, *, tool_rows: ToolRows | None = None) -> jax.Array:
-        """float32 logits [B, P, V] of hidden states [B, P, D]; `tool_rows` as for the call.
+    def logits(self, hidden_bpd: jax.Array) -> jax.Array:
+        """float32 logits [B, P, V] of hidden states [B, P, D].
 
         Columns behind the last tool, and text columns that the tokenizer doesn't know, are -inf.
         """
         c, spec = self.config, self.rules.spec
         head_vd = reshard(self.head_rows().astype(c.compute_dtype), spec("vocabulary", None))
-        if tool_rows:
-            rows_xd = tool_rows["embedding_vd" if c.tie_word_embeddings else "head_vd"]
-            logits_bpv = contract(hidden_bpd, head_vd, rows_xd, self.tool_block)
-            if c.head_bias:
-                logits_bpv = add_bias(logits_bpv, self.head_bias_v[...], tool_rows["head_bias_v"], self.tool_block)
-        else:
-            logits_bpv = einsum(
-                "bpd,vd->bpv", hidden_bpd, head_vd, out=spec("batch", None, "vocabulary"), result_dtype="float32"
-            )
-            if c.head_bias:
-                logits_bpv += self.head_bias_v[...].astype(jnp.float32)
-        text, real = c.text_tokens or c.vocab_size, c.vocab_size + c.num_tools
-        if text == c.vocab_size and real == c.rows:
-            return logits_bpv
-        id_v = jnp.arange(c.rows)
-        return jnp.where((id_v < text) | ((id_v >= c.vocab_size) & (id_v < real)), logits_bpv, -jnp.inf)
+        logits_bpv = einsum(
+            "bpd,vd->bpv", hidden_bpd, head_vd, out=spec("batch", None, "vocabulary"), result_dtype="float32"
+        )
+        if c.head_bias:
+            logits_bpv += self.head_bias_v[...].astype(jnp.float32)
+        return (
+            logits_bpv if c.predicts_all_rows else jnp.where(c.is_predicted(jnp.arange(c.rows)), logits_bpv, -jnp.inf)
+        )
 
     def tool_head(self) -> tuple[jax.Array, jax.Array | None]:
         """The tool rows of the head, [T, D] and bias [T] or None, whole on every device and in the compute dtype.

@@ -27,8 +27,10 @@ def build_model(config: LanguageModelConfig, rules: AxisRules = DEFAULT_RULES, *
 
 
 def config_to_json(config: LanguageModelConfig) -> dict[str, Any]:
-    """The config as plain JSON values, with the port's name as `architecture`."""
-    return {"architecture": config.architecture, **dataclasses.asdict(config)}
+    """The config as plain JSON values, the port's name as `architecture`; without the implementation of attention."""
+    fields = dataclasses.asdict(config)
+    del fields["attention"]  # belongs to the devices of a run, not to the model
+    return {"architecture": config.architecture, **fields}
 
 
 def config_from_json(fields: Mapping[str, Any]) -> LanguageModelConfig:

@@ -6,6 +6,7 @@ rows is `jaxtool.training.trainable`'s to say; growing the matrices is in `vocab
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxtool.parallel import AxisRules, active_mesh_axes, reshard
 
@@ -72,6 +74,36 @@ class ToolBlock:
         return jnp.where(row < self.count, self.first + row, (_NO_ROW - self.size) + row)  # unique ones
 
 
+def take_rows(
+    matrix_vd: jax.Array, ids_bs: jax.Array, rows_axis: str | None, rules: AxisRules, dtype: DTypeLike | None = None
+) -> jax.Array:
+    """Rows of a matrix by id, [B, S, D]; an id that has no row gives NaN, not another one's row.
+
+    The ids go where the columns are, and what was found goes to the batch: that is B x S rows between devices, where
+    gathering the matrix would be all V of them, and its gradient as large on every device.
+
+    Args:
+        matrix_vd: cut along `rows_axis` and "embed".
+        ids_bs: int32 [B, S].
+        rows_axis: logical axis of the rows, or None.
+        rules: layouts.
+        dtype: of the result (None: the matrix's).
+    """
+    dtype = dtype or matrix_vd.dtype
+    if not active_mesh_axes():
+        return matrix_vd.at[ids_bs].get(mode="fill", wrap_negative_indices=False).astype(dtype)
+    columns, batch = ((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in (rules.embed, rules.batch))
+    by_column = dataclasses.replace(rules, batch=tuple(axis for axis in batch if axis not in columns))
+    ids_bs = reshard(ids_bs, by_column.spec("batch", "sequence"))
+    out = by_column.spec("batch", "sequence", "embed")
+    x_bsd = (
+        reshard(matrix_vd, rules.spec(rows_axis, "embed"))
+        .at[ids_bs]
+        .get(mode="fill", out_sharding=out, wrap_negative_indices=False)
+    )
+    return reshard(x_bsd.astype(dtype), rules.spec("batch", "sequence", "activation"))
+
+
 def look_up(matrix_vd: jax.Array, rows_xd: jax.Array, tokens_bs: jax.Array, block: ToolBlock) -> jax.Array:
     """Rows of the embedding, [B, S, D] in its dtype; the gradient goes to the block `rows_xd` of its tool rows alone.
 
@@ -83,7 +115,7 @@ def look_up(matrix_vd: jax.Array, rows_xd: jax.Array, tokens_bs: jax.Array, bloc
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _look_up(matrix_vd: jax.Array, rows_xd: jax.Array, tokens_bs: jax.Array, block: ToolBlock) -> jax.Array:
     del rows_xd
-    return _taken(matrix_vd, tokens_bs, "vocabulary", block.rules)
+    return take_rows(matrix_vd, tokens_bs, "vocabulary", block.rules)
 
 
 def _look_up_forward(
@@ -98,88 +130,12 @@ def _look_up_backward(
     rows_xd, tokens_bs = kept
     tool_bs = tokens_bs - block.first
     tool_bs = jnp.where((tool_bs >= 0) & (tool_bs < block.count), tool_bs, _NO_ROW)
-    _, pull = jax.vjp(lambda rows_xd: _taken(rows_xd, tool_bs, block.rows_axis, block.rules), rows_xd)
+    _, pull = jax.vjp(lambda rows_xd: take_rows(rows_xd, tool_bs, block.rows_axis, block.rules), rows_xd)
     (grad_xd,) = pull(grad_bsd)
     return None, grad_xd, None
 
 
 _look_up.defvjp(_look_up_forward, _look_up_backward)
-
-
-def contract(hidden_bpd: jax.Array, matrix_vd: jax.Array, rows_xd: jax.Array, block: ToolBlock) -> jax.Array:
-    """float32 logits [B, P, V] of hidden states; gradients go to them and to the block `rows_xd` of the tool rows.
-
-    The matrix, in the dtype of the hidden states and with its FSDP axis gathered, holds the same tool rows as the block
-    and is what is multiplied.
-    """
-    return _contract(hidden_bpd, matrix_vd, rows_xd, block)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _contract(hidden_bpd: jax.Array, matrix_vd: jax.Array, rows_xd: jax.Array, block: ToolBlock) -> jax.Array:
-    del rows_xd
-    out = block.rules.spec("batch", None, "vocabulary")
-    return jnp.einsum(
-        "bpd,vd->bpv", hidden_bpd, matrix_vd, preferred_element_type="float32", out_sharding=_on_mesh(out)
-    )
-
-
-def _contract_forward(
-    hidden_bpd: jax.Array, matrix_vd: jax.Array, rows_xd: jax.Array, block: ToolBlock
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _contract(hidden_bpd, matrix_vd, rows_xd, block), (hidden_bpd, matrix_vd, rows_xd)
-
-
-def _contract_backward(
-    block: ToolBlock, kept: tuple[jax.Array, jax.Array, jax.Array], grad_bpv: jax.Array
-) -> tuple[jax.Array, None, jax.Array]:
-    hidden_bpd, matrix_vd, rows_xd = kept
-    grad_bpv = grad_bpv.astype(hidden_bpd.dtype)
-    spec = block.rules.spec("batch", None, "activation")
-    grad_hidden = jnp.einsum("bpv,vd->bpd", grad_bpv, matrix_vd, out_sharding=_on_mesh(spec))
-    grad_bpx = _tool_columns(grad_bpv, block)
-    grad_xd = jnp.einsum("bpx,bpd->xd", grad_bpx, hidden_bpd, out_sharding=_on_mesh(block.spec("embed")))
-    return grad_hidden, None, grad_xd.astype(rows_xd.dtype)
-
-
-_contract.defvjp(_contract_forward, _contract_backward)
-
-
-def add_bias(logits_bpv: jax.Array, bias_v: jax.Array, rows_x: jax.Array, block: ToolBlock) -> jax.Array:
-    """Logits plus a bias; gradients go to the logits and to the block `rows_x` of the bias's tool rows alone."""
-    return _add_bias(logits_bpv, bias_v, rows_x, block)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _add_bias(logits_bpv: jax.Array, bias_v: jax.Array, rows_x: jax.Array, block: ToolBlock) -> jax.Array:
-    del rows_x
-    return logits_bpv + bias_v.astype(logits_bpv.dtype)
-
-
-def _add_bias_forward(
-    logits_bpv: jax.Array, bias_v: jax.Array, rows_x: jax.Array, block: ToolBlock
-) -> tuple[jax.Array, jax.Array]:
-    return _add_bias(logits_bpv, bias_v, rows_x, block), rows_x
-
-
-def _add_bias_backward(block: ToolBlock, rows_x: jax.Array, grad_bpv: jax.Array) -> tuple[jax.Array, None, jax.Array]:
-    grad_x = jnp.sum(_tool_columns(grad_bpv, block), axis=(0, 1))
-    return grad_bpv, None, reshard(grad_x.astype(rows_x.dtype), block.spec())
-
-
-_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
-
-
-def _taken(matrix_vd: jax.Array, tokens_bs: jax.Array, rows_axis: str | None, rules: AxisRules) -> jax.Array:
-    matrix_vd = reshard(matrix_vd, rules.spec(rows_axis, None))
-    out = rules.spec("batch", "sequence", "activation")
-    return matrix_vd.at[tokens_bs].get(mode="fill", out_sharding=_on_mesh(out), wrap_negative_indices=False)
-
-
-def _tool_columns(grad_bpv: jax.Array, block: ToolBlock) -> jax.Array:
-    """[B, P, V] -> [B, P, size]: what crosses devices has the width of the tools, not of the vocabulary."""
-    out = block.rules.spec("batch", None, block.rows_axis)
-    return grad_bpv.at[:, :, block._indices()].get(mode="fill", fill_value=0, out_sharding=_on_mesh(out))
 
 
 def _on_mesh(spec: PartitionSpec) -> PartitionSpec | None:

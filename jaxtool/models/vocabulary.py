@@ -12,16 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from jaxtool.models.catalog_change import CatalogChange
 from jaxtool.models.language_model import VOCABULARY_MULTIPLE, LanguageModel, LanguageModelConfig
+from jaxtool.models.lora import lora_paths
 from jaxtool.models.parameter_tree import abstract_model, parameters, with_parameters
 from jaxtool.models.registry import build_model
 from jaxtool.models.row_initialisation import ROW_PARAMETERS, RowInitialiser, TokenMean
 from jaxtool.models.row_programs import moved_rows
-from jaxtool.parallel import active_mesh_axes
+from jaxtool.parallel import active_mesh_axes, check_mesh
 
 
 def with_catalog(
@@ -40,8 +42,10 @@ def with_catalog(
             goes with the head. Not needed when no tool is added.
 
     Raises:
-        ValueError: the change isn't one of this model's tools, or initialisers are missing or surplus.
+        ValueError: the change isn't one of this model's tools, initialisers are missing or surplus, or the model's mesh
+            isn't active.
     """
+    check_mesh(model.embedding_vd[...])
     if change.old_count != model.config.num_tools:
         raise ValueError(f"a change of {change.old_count:,} tools, the model has {model.config.num_tools:,}")
     if not change.added:
@@ -117,7 +121,8 @@ def resized_optimizer_state(
 
     Every tree in the state that has the form of the model is resized, also where leaves are masked
     (`optax.MaskedNode`) or reduced to one number per row (as in Adafactor), and every mapping with blocks of tool rows
-    (where only these are trained). Anything else stays as it is.
+    (where only these are trained). Beside low-rank factors such blocks appear with the first tool and vanish with the
+    last. Anything else stays as it is.
 
     Args:
         state: optax state over the old model.
@@ -136,6 +141,7 @@ def resized_optimizer_state(
             f"{new.num_tools:,} behind {old.vocab_size:,} and {new.vocab_size:,} text rows"
         )
     wanted, block = parameters(model), model.tool_block
+    factors = {path for pair in lora_paths(new).values() for path in pair}
     old_block = dataclasses.replace(block, count=old.num_tools)
     source_v, source_x = _sources(change, old.vocab_size, new.rows), _sources(change, 0, block.size)
 
@@ -160,17 +166,23 @@ def resized_optimizer_state(
             pairs = zip(wanted, leaves, strict=True)
             leaves = [moved(path, leaf, old.rows, source_v, "vocabulary") for path, leaf in pairs]
             return jax.tree.unflatten(jax.tree.structure(model), leaves)
-        if _is_part(node):
+        if is_part(node):
             axis = block.rows_axis
-            return {path: moved(path, leaf, old_block.size, source_x, axis) for path, leaf in node.items()}
+            part = {path: moved(path, leaf, old_block.size, source_x, axis) for path, leaf in node.items()}
+            if not part.keys() & factors or bool(old.num_tools) == bool(new.num_tools):
+                return part
+            if old.num_tools:
+                return {path: leaf for path, leaf in part.items() if path not in ROW_PARAMETERS}
+            if any(getattr(leaf, "shape", None) != wanted[path].shape for path, leaf in part.items()):
+                raise ValueError("this optimiser's state can't be given tool rows, begin a new one")
+            return part | {path: jnp.zeros_like(block.read(wanted[path])) for path in _row_parameters(wanted)}
         return node
 
-    return jax.tree.map(resized, state, is_leaf=lambda node: isinstance(node, LanguageModel) or _is_part(node))
+    def is_part(node: Any) -> bool:
+        """Whether the node is arrays by path, of tool rows or low-rank factors."""
+        return isinstance(node, dict) and any(path in node for path in factors.union(ROW_PARAMETERS))
 
-
-def _is_part(node: Any) -> bool:
-    """Whether the node is arrays by path with blocks of tool rows among them."""
-    return isinstance(node, dict) and any(path in node for path in ROW_PARAMETERS)
+    return jax.tree.map(resized, state, is_leaf=lambda node: isinstance(node, LanguageModel) or is_part(node))
 
 
 def _is_masked(node: Any) -> bool:

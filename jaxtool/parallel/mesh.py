@@ -45,6 +45,15 @@ def active_mesh_axes() -> dict[str, int]:
     return {} if mesh.empty else dict(mesh.shape)
 
 
+def check_mesh(x: jax.Array) -> None:
+    """Raises ValueError where `x` is cut over a mesh and none is active: JAX would only complain of some indexing."""
+    if not active_mesh_axes() and any(jax.typeof(x).sharding.spec):
+        raise ValueError(
+            "the parameters lie on a mesh, but none is active: work with them inside `with jax.set_mesh(mesh):` "
+            "(`with loaded.on_mesh():` after jaxtool.load)"
+        )
+
+
 def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     """`x` laid out as `spec` on the active mesh; `x` itself when no mesh is active (plain single-device use)."""
     return jax.sharding.reshard(x, spec) if active_mesh_axes() else x
@@ -79,8 +88,20 @@ def _contract_backward(
         return jax.typeof(operand).sharding.spec if active_mesh_axes() else None
 
     grad_x = jnp.einsum(f"{result},{right}->{left}", grad, y, out_sharding=layout(x))
+    if left[:2] == result[:2] and not set(left[:2]) & set(right) and not any((layout(x) or ())[1:2]):
+        # Batch and sequence as one axis: over two, XLA would first copy x into another order on CPU.
+        x, grad, left, result = _merged(x), _merged(grad), left[1:], result[1:]
     grad_y = jnp.einsum(f"{left},{result}->{right}", x, grad, out_sharding=layout(y))
     return grad_x, grad_y
+
+
+def _merged(x: jax.Array) -> jax.Array:
+    """[B, S, ...] -> [B x S, ...], cut like B; S is whole on every device."""
+    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
+    if not active_mesh_axes():
+        return x.reshape(shape)
+    spec = jax.typeof(x).sharding.spec
+    return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(spec[0], *spec[2:]))
 
 
 _contract.defvjp(_contract_forward, _contract_backward)

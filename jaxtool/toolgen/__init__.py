@@ -2,12 +2,15 @@
 
 from jaxtool.toolgen.retrieval import Retrieved, ToolRetriever
 from jaxtool.toolgen.samples import SampleSet, document_text, memorization_samples, retrieval_samples
+from jaxtool.toolgen.stages import Stage, training_stages
 
 __all__ = [
     "Retrieved",
     "SampleSet",
+    "Stage",
     "ToolRetriever",
     "document_text",
     "memorization_samples",
     "retrieval_samples",
+    "training_stages",
 ]

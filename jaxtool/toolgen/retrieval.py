@@ -121,7 +121,9 @@ class ToolRetriever:
 
         tools_qk = np.full((len(texts), k), -1, np.int32)
         log_probs_qk = np.full((len(texts), k), -np.inf, np.float32)
-        shared = _shared_prefix([prompt.ids for prompt in prompts])
+        # Splash attention has no shared prefixes: there every prompt is whole.
+        can_share = self.model.config.attention != "splash"
+        shared = _shared_prefix([prompt.ids for prompt in prompts]) if can_share else []
         own = [prompt.ids[len(shared) :] for prompt in prompts]
         for prefill in self._prefills([len(ids) for ids in own], len(shared)):
             queries = [query for row in prefill.rows for query in row]

@@ -1,7 +1,7 @@
-"""Cross-entropy at the supervised positions only, against soft targets, in float32.
+"""Cross-entropy at the supervised positions of a batch, against soft targets, over the full vocabulary.
 
 The loss is a sum over the positions of the whole (global) batch divided by their number, so it does not depend on how
-the batch is cut into devices, rows or chunks.
+the batch is cut into devices, rows, chunks or micro-batches. The sum itself is computed in `cross_entropy`.
 """
 
 from __future__ import annotations
@@ -11,69 +11,55 @@ import jax.numpy as jnp
 
 from jaxtool.data import Batch
 from jaxtool.models import LanguageModel, ToolRows
-from jaxtool.parallel import active_mesh_axes
+from jaxtool.training.cross_entropy import cross_entropy
+from jaxtool.training.cross_entropy_loop import CrossEntropy
 
 
 def supervised_loss(
-    model: LanguageModel, batch: Batch, *, chunk: int = 0, tool_rows: ToolRows | None = None
+    model: LanguageModel,
+    batch: Batch,
+    *,
+    count: jax.Array | float | None = None,
+    chunk: int = 0,
+    z_loss: float = 0.0,
+    tool_rows: ToolRows | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Mean cross-entropy -sum_a w_a log p(target_a) over the supervised positions, over the full vocabulary.
+    """Mean of -sum_a w_a log p(target_a) + z_loss x log-normaliser^2 over the supervised positions.
+
+    A batch without any has loss 0 and gradient 0, a target that can't be predicted makes the loss infinite.
 
     Args:
         model: the network.
         batch: packed rows.
-        chunk: supervised positions of a row whose logits exist at a time (0: all). Logits take B x chunk x V x 4 bytes.
+        count: what sums are divided by (None: the supervised positions of this batch). With the number of a larger
+            batch, loss, `correct`, `z_loss` and gradients of its parts add up to its own. Below 1 counts as 1.
+        chunk: positions of a device whose logits exist at a time, over all its rows; they take chunk x V / (devices of
+            the `model` axis) x 4 bytes. 0: as many as take 512 MiB.
+        z_loss: weight of the squared log-normaliser, which keeps logits small.
         tool_rows: the tool rows of the vocabulary matrices once more, to take the gradient in the matrices' place.
 
     Returns:
-        The loss and the metrics `supervised` (number of positions) and `correct` (share of positions whose most
-        probable id is one of the targets).
+        The loss and the metrics `supervised` (number of positions of this batch), `correct` (positions whose most
+        probable id is one of the targets, divided by the count) and, if there is one, `z_loss` (its part of the loss).
     """
     hidden_bsd = model(batch.tokens_bs, batch.positions_bs, batch.segment_ids_bs, tool_rows=tool_rows)
-    hidden_bpd = _at_positions(hidden_bsd, batch.supervised_bp, model)
-    weights_bpa = batch.weights_bpa
-    pieces = hidden_bpd.shape[1] // chunk if chunk else 1
-    if chunk and hidden_bpd.shape[1] % chunk:
-        raise ValueError(f"loss chunk {chunk} does not divide the {hidden_bpd.shape[1]} supervised positions of a row")
-
-    def piece(hidden_bpd: jax.Array, targets_bpa: jax.Array, weights_bpa: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits_bpv = model.logits(hidden_bpd, tool_rows=tool_rows)
-        log_norm_bp = jax.nn.logsumexp(logits_bpv, axis=-1)
-        # The target distribution is compared into being inside the sum: nothing of size V is gathered or scattered, and
-        # a vocabulary sharded over devices stays where it is. -inf of padded columns must not meet a weight of 0.
-        ids_v = jnp.arange(logits_bpv.shape[-1], dtype=jnp.int32)
-        share_bpv = jnp.zeros_like(logits_bpv)
-        for a in range(targets_bpa.shape[-1]):
-            share_bpv += jnp.where(ids_v == targets_bpa[..., a, None], weights_bpa[..., a, None], 0.0)
-        target_bp = jnp.sum(jnp.where(share_bpv > 0, share_bpv * logits_bpv, 0.0), axis=-1)
-        total = jnp.sum(weights_bpa, axis=-1) * log_norm_bp - target_bp
-        best_bp = jnp.argmax(jax.lax.stop_gradient(logits_bpv), axis=-1)
-        right_bp = jnp.any((targets_bpa == best_bp[..., None]) & (weights_bpa > 0), axis=-1)
-        return jnp.sum(total), jnp.sum(right_bp)
-
-    if pieces == 1:
-        total, right = piece(hidden_bpd, batch.targets_bpa, weights_bpa)
-    else:
-        cut = [_chunked(x, pieces) for x in (hidden_bpd, batch.targets_bpa, weights_bpa)]
-
-        def step(carry: tuple[jax.Array, jax.Array], x: list[jax.Array]) -> tuple[tuple[jax.Array, jax.Array], None]:
-            total, right = piece(*x)
-            return (carry[0] + total, carry[1] + right), None
-
-        (total, right), _ = jax.lax.scan(jax.checkpoint(step), (jnp.float32(0), jnp.int32(0)), cut)
-    # Counted, not summed: the weights of a position add up to 1 only within rounding.
-    count = jnp.sum(jnp.any(weights_bpa > 0, axis=-1), dtype=jnp.float32)
-    return total / count, {"supervised": count, "correct": right / count}
+    hidden_bpd = _at_positions(hidden_bsd, batch.supervised_bp)
+    head = {"matrix": model.head_rows()}
+    if model.config.head_bias:
+        head["bias"] = model.head_bias_v[...]
+    if tool_rows:
+        head["tool_matrix"] = tool_rows["embedding_vd" if model.config.tie_word_embeddings else "head_vd"]
+        if model.config.head_bias:
+            head["tool_bias"] = tool_rows["head_bias_v"]
+    setup = CrossEntropy(config=model.config, rules=model.rules, chunk=chunk, z_loss=z_loss)
+    sums = cross_entropy(setup, hidden_bpd, head, batch.targets_bpa, batch.weights_bpa)
+    divisor = jnp.maximum(sums.count if count is None else jnp.asarray(count, jnp.float32), 1.0)
+    metrics = {"supervised": sums.count, "correct": sums.right / divisor}
+    if z_loss:
+        metrics["z_loss"] = z_loss * sums.squared_norm / divisor
+    return sums.loss / divisor, metrics
 
 
-def _at_positions(hidden_bsd: jax.Array, positions_bp: jax.Array, model: LanguageModel) -> jax.Array:
-    """hidden_bsd[b, positions_bp[b, p]], with the layout of the batch kept."""
-    sharding = model.rules.spec("batch", None, "activation") if active_mesh_axes() else None
-    rows_b1 = jnp.arange(hidden_bsd.shape[0])[:, None]
-    return hidden_bsd.at[rows_b1, positions_bp].get(out_sharding=sharding)
-
-
-def _chunked(x_bp: jax.Array, pieces: int) -> jax.Array:
-    """[B, P, ...] -> [pieces, B, P / pieces, ...]; adjacent chunks hold every `pieces`-th position."""
-    b, p = x_bp.shape[:2]
-    return jnp.moveaxis(x_bp.reshape(b, p // pieces, pieces, *x_bp.shape[2:]), 2, 0)
+def _at_positions(hidden_bsd: jax.Array, positions_bp: jax.Array) -> jax.Array:
+    """hidden_bsd[b, positions_bp[b, p]]. A gather of rows apart: with row numbers as indices, XLA moves all rows."""
+    return jax.vmap(lambda hidden_sd, positions_p: hidden_sd.at[positions_p].get())(hidden_bsd, positions_bp)

@@ -12,50 +12,57 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import jax
 import yaml
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from orbax.checkpoint import v1 as ocp
+from jax.sharding import Mesh
 
-from jaxtool.config import RunConfig, TrainableConfig, to_yaml
-from jaxtool.models import (
-    LanguageModel,
-    LanguageModelConfig,
-    abstract_model,
-    build_model,
-    config_from_json,
-    config_to_json,
-    parameters,
-    with_parameters,
-)
-from jaxtool.parallel import AxisRules
+from jaxtool.config import RunConfig, to_yaml
+from jaxtool.models import LanguageModel, LanguageModelConfig, config_from_json, config_to_json
+from jaxtool.parallel import AxisRules, from_first, gather, process_names
 from jaxtool.tools import ToolCatalog
+from jaxtool.training.checkpoint_files import DamagedCheckpoint, write_atomically
+from jaxtool.training.checkpoints import SaveReport
+from jaxtool.training.saved_state import SavedStates
 from jaxtool.training.step import TrainState
-from jaxtool.training.trainable import factor_paths, trained_part, with_trained_part
 from jaxtool.weights import load_tokenizer, read_json_object
 
 # Fields that decide what is learned. A run can only be resumed with the same ones; the others may change.
-_IDENTITY = ("seed", "model", "data", "trainable", "memorization", "retrieval")
+_IDENTITY = ("seed", "model", "data", "trainable", "corpus", "memorization", "retrieval", "agent")
+# Among them these only say how it is computed, and what is measured beside.
+_HOW = ("remat", "attention", "accumulate", "loss_chunk", "evaluate_every")
+# Network file systems show a new file late.
+_SHARED_SECONDS = 60.0
 
 
 class RunDirectory:
     """Reads and writes one run's folder.
 
     Args:
-        path: the folder; made when needed. With several processes it must be on a file system that all share.
+        path: the folder; made when needed. With several processes it must be on a file system that all share, and all
+            of them make the same calls.
         keep: newest checkpoints to keep.
+        metric: name of a held-out metric, lower is better; the checkpoint with the best value is kept as well.
+        warn: is told about damaged checkpoints (None: prints to stderr).
     """
 
-    def __init__(self, path: str | Path, *, keep: int = 1) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep: int = 1,
+        metric: str | None = None,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
         self.path = Path(os.path.expanduser(path)).absolute()
-        self._keep = keep
-        self._writing = False
+        self._frozen = self.path / "frozen"
+        self._states = SavedStates(self.path / "checkpoints", self._frozen, keep=keep, metric=metric, warn=warn)
         self._lock: Any = None  # the open file that holds the lock
-        self._checkpointer: ocp.training.Checkpointer | None = None
 
     # ---- what the run is -------------------------------------------------------------------------------------------
 
@@ -73,23 +80,64 @@ class RunDirectory:
             ValueError: the folder can't be written, another process trains in it, or it holds a run of another
                 configuration, model or catalogue.
         """
-        self._writing = True
-        if jax.process_index() == 0:
-            self._take()
-        if self.last_step() is not None:
-            self._check_same(config, model, catalog)
-            model = self.model_config()
-        elif jax.process_index() == 0:
-            for name in ("metrics.jsonl", "samples.json"):
+        from_first(f"lock of {self.path}", self._take)
+        try:
+            self._check_shared()
+            self._states.begin_writing()
+            step = self.last_step()
+            from_first(
+                f"description in {self.path}",
+                lambda: self._describe(config, model, catalog, tokenizer, new=step is None),
+            )
+        except BaseException:
+            self._release()
+            raise
+        if step is None:
+            return model
+        return dataclasses.replace(self.model_config(), remat=model.remat, attention=model.attention)
+
+    def _describe(
+        self, config: RunConfig, model: LanguageModelConfig, catalog: ToolCatalog, tokenizer: Any, *, new: bool
+    ) -> None:
+        if new:
+            for name in ("metrics.jsonl", "samples.json", "stages.json"):
                 (self.path / name).unlink(missing_ok=True)
             if self._frozen.exists():
                 shutil.rmtree(self._frozen)
+        else:
+            self._check_same(config, model, catalog)
+            model = self.model_config()
+        catalog.save(self.path / "catalog.jsonl")
+        tokenizer.save_pretrained(self.path / "tokenizer")
+        write_atomically(self.path / "model.json", json.dumps(config_to_json(model), indent=1))
+        write_atomically(self.path / "config.yaml", to_yaml(config))
+
+    def _check_shared(self) -> None:
+        """Checks that all processes see what process 0 writes."""
+        if jax.process_count() == 1:
+            return
+        mark = self.path / ".shared"
+
+        def write_mark() -> str:
+            token = os.urandom(16).hex()
+            write_atomically(mark, token)
+            return token
+
+        token = from_first(f"mark in {self.path}", write_mark)
+        seen, deadline = False, time.monotonic() + _SHARED_SECONDS
+        while not seen and time.monotonic() < deadline:
+            with suppress(OSError):
+                seen = mark.read_text(encoding="utf-8") == token
+            time.sleep(0 if seen else 0.5)
+        answers = gather(f"mark seen in {self.path}", "seen" if seen else "", timeout=2 * _SHARED_SECONDS)
+        blind = [process for process, answer in enumerate(answers) if not answer]
         if jax.process_index() == 0:
-            catalog.save(self.path / "catalog.jsonl")
-            tokenizer.save_pretrained(self.path / "tokenizer")
-            _write(self.path / "model.json", json.dumps(config_to_json(model), indent=1))
-            _write(self.path / "config.yaml", to_yaml(config))
-        return model
+            mark.unlink(missing_ok=True)
+        if blind:
+            raise ValueError(
+                f"run_dir {self.path}: {process_names(blind)} can't see what process 0 writes there; with several "
+                "processes it must be on a file system that all of them share"
+            )
 
     def _take(self) -> None:
         """Makes the folder and locks it; the system releases the lock of a process that was killed."""
@@ -125,7 +173,35 @@ class RunDirectory:
                     "tokenizer or chat template have changed); choose another run_dir"
                 )
         if jax.process_index() == 0:
-            _write(path, json.dumps(dict(fingerprints), indent=1))
+            write_atomically(path, json.dumps(dict(fingerprints), indent=1))
+
+    def record_stages(self, steps: Mapping[str, int]) -> None:
+        """Records the stages in their order, and how many steps each has: what `unfinished` compares with."""
+        if jax.process_index() == 0:
+            write_atomically(self.path / "stages.json", json.dumps(dict(steps), indent=1))
+
+    def unfinished(self, step: int) -> str | None:
+        """How far training had come at checkpoint `step`, in words; None where that is its end.
+
+        Raises:
+            ValueError: `stages.json` is damaged.
+        """
+        path = self.path / "stages.json"
+        if not path.exists():  # older runs have none
+            return f"{self.path}: has no stages.json, which says how many steps training takes: it may be unfinished"
+        stages = read_json_object(path)
+        if not stages or not all(type(steps) is int and steps > 0 for steps in stages.values()):
+            raise ValueError(f"{path}: expected the number of steps of each stage, put it back or delete it")
+        done, names = step, list(stages)
+        for place, name in enumerate(names):
+            if done < stages[name] or (done == stages[name] and place + 1 < len(names)):
+                later = ", ".join(f"{other} ({stages[other]:,} steps)" for other in names[place + 1 :])
+                return (
+                    f"{self.path}: training is not finished, stage {name} stopped at step {done:,} of {stages[name]:,} "
+                    f"(the last checkpoint){f', {later} has not begun' if later else ''}"
+                )
+            done -= stages[name]
+        return None
 
     def _check_same(self, config: RunConfig, model: LanguageModelConfig, catalog: ToolCatalog) -> None:
         before = self.settings()
@@ -135,8 +211,10 @@ class RunDirectory:
                 "or choose another run_dir"
             )
         now = yaml.safe_load(to_yaml(config))
-        before.setdefault("trainable", yaml.safe_load(to_yaml(TrainableConfig())))  # older runs train everything
-        changed = sorted(_differences({k: before.get(k) for k in _IDENTITY}, {k: now[k] for k in _IDENTITY}))
+        defaults = yaml.safe_load(to_yaml(RunConfig()))  # of settings that an older run didn't have
+        changed = sorted(
+            _differences({k: _filled(before.get(k), defaults[k]) for k in _IDENTITY}, {k: now[k] for k in _IDENTITY})
+        )
         if changed:
             raise ValueError(
                 f"{self.path}: holds a run with other settings: {'; '.join(changed)}. "
@@ -146,8 +224,11 @@ class RunDirectory:
             raise ValueError(
                 f"{self.path}: its catalogue has other tools than the data have now; choose another run_dir"
             )
-        stored = self.model_config()
-        if dataclasses.replace(stored, padded_vocab_size=0) != dataclasses.replace(model, padded_vocab_size=0):
+        shape, stored = (
+            dataclasses.replace(each, padded_vocab_size=0, remat="full", attention="xla")
+            for each in (model, self.model_config())
+        )
+        if shape != stored:
             raise ValueError(
                 f"{self.path}: its model has another shape than {config.model.source}; choose another run_dir"
             )
@@ -174,7 +255,7 @@ class RunDirectory:
         """The config of the run's model, tool rows included.
 
         Raises:
-            FileNotFoundError: the run has none.
+            FileNotFoundError: the run has none, or there is no such folder.
             ValueError: the file is damaged.
         """
         path = self._existing("model.json")
@@ -193,129 +274,105 @@ class RunDirectory:
         return load_tokenizer(self._existing("tokenizer"))
 
     def _existing(self, name: str) -> Path:
+        if not self.path.is_dir():
+            found = "is a file" if self.path.exists() else "no such folder"
+            raise FileNotFoundError(f"run_dir {self.path}: {found}; expected the folder of a run, train first")
         if not (self.path / name).exists():
             raise FileNotFoundError(f"{self.path / name} is missing: put it back, or train first (train/finetune.py)")
         return self.path / name
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
-    def save(self, step: int, state: TrainState) -> None:
-        """Saves the state as checkpoint `step`; returns when it is complete.
+    def save(self, step: int, state: TrainState, *, value: float | None = None) -> None:
+        """Begins checkpoint `step`, which goes on in the background; the state may be donated to the next step.
 
-        Not in the background: the next step takes over (donates) the buffers that would still be read.
+        What goes wrong then is raised by the next `save`, by `close`, and with a single process by `finished_save`.
+
+        Args:
+            step: steps of all stages so far.
+            state: what to save.
+            value: the held-out metric's value at this step, if it was measured.
+
+        Raises:
+            ValueError: the save before, or this one, failed; the checkpoints there are stay as they are.
         """
-        items = {"optimizer": _flat(state.optimizer_state)}
-        if state.trained == "full":
-            items["parameters"] = parameters(state.model)
-        else:
-            self._save_frozen(state.model)
-            items["trained"] = jax.jit(trained_part, static_argnums=1)(state.model, state.trained)
-        self._opened().save_checkpointables(step, items, force=True)
+        self._states.save(step, state, value=value)
 
-    def _save_frozen(self, model: LanguageModel) -> None:
-        """Writes what this run never changes, once. A save that was interrupted is begun anew."""
-        with ocp.training.Checkpointer(self._frozen, cleanup_tmp_directories=True) as checkpointer:
-            if checkpointer.latest is None:
-                checkpointer.save_checkpointables(0, {"parameters": _frozen_parameters(model)})
-
-    @property
-    def _frozen(self) -> Path:
-        return self.path / "frozen"
+    def finished_save(self) -> SaveReport | None:
+        """What a save took that has become complete since this was last asked."""
+        return self._states.finished()
 
     def last_step(self) -> int | None:
-        """The newest complete checkpoint; None when there is none. Interrupted saves don't count."""
-        if not (self.path / "checkpoints").is_dir():
-            return None
-        latest = self._opened().latest
-        return None if latest is None else latest.step
+        """The newest complete checkpoint; None when there is none. Interrupted saves don't count.
+
+        Damaged ones are passed over with a warning, as far as the sizes of their files show it.
+
+        Raises:
+            ValueError: all checkpoints are damaged.
+        """
+        return self._states.checkpoints.newest()
+
+    def best_step(self) -> int | None:
+        """The checkpoint with the lowest value of the held-out metric; None where no checkpoint has one."""
+        return self._states.checkpoints.best()
 
     def restore(self, step: int, abstract: TrainState) -> TrainState:
         """The state of checkpoint `step` in the shardings of `abstract`, whatever mesh it was saved from.
 
         `state.step` counts the steps of the stage and is the caller's to set. Needs an active mesh (`jax.set_mesh`).
+
+        Raises:
+            ValueError: the checkpoint is damaged, or holds another kind of state.
         """
-        whole = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+        with self._hint(step):
+            return self._states.restore(step, abstract)
 
-        def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            # Step counts of the optimiser come from no parameter, so nothing says where they live: everywhere.
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or whole)
+    def restore_newest(
+        self, wanted: Callable[[int], TrainState | LanguageModel]
+    ) -> tuple[int, TrainState | LanguageModel]:
+        """Step and contents of the newest checkpoint that is undamaged to the last bit; warns of those that are not.
 
-        optimizer = {name: placed(leaf) for name, leaf in _flat(abstract.optimizer_state).items()}
-        model, found = self._restored(step, abstract.model, abstract.trained, {"optimizer": optimizer})
-        leaves, structure = jax.tree_util.tree_flatten_with_path(abstract.optimizer_state)
-        optimizer_state = jax.tree_util.tree_unflatten(
-            structure, [found["optimizer"][jax.tree_util.keystr(path)] for path, _ in leaves]
-        )
-        return dataclasses.replace(abstract, model=model, optimizer_state=optimizer_state)
+        Args:
+            wanted: what to restore from a checkpoint of that step: an abstract state, or an abstract model where the
+                optimiser starts afresh. Needs an active mesh (`jax.set_mesh`).
+
+        Raises:
+            ValueError: all checkpoints are damaged.
+            FileNotFoundError: there is none.
+        """
+        return self._states.restore_newest(wanted)
 
     def restore_model(
         self, step: int, rules: AxisRules, mesh: Mesh, config: LanguageModelConfig | None = None
     ) -> LanguageModel:
-        """The model alone of checkpoint `step`, on `mesh`; low-rank factors stay apart (`without_lora` merges them)."""
-        config = config or self.model_config()
-        abstract = abstract_model(lambda: build_model(config, rules), mesh)
-        trained = "full"
-        if (self.path / "checkpoints" / str(step) / "trained").exists():
-            trained = "lora" if config.lora_projections else "tool_rows"
-        with jax.set_mesh(mesh):
-            return self._restored(step, abstract, trained, {})[0]
+        """The model alone of checkpoint `step`, on `mesh`; low-rank factors stay apart (`without_lora` merges them).
 
-    def _restored(
-        self, step: int, abstract: LanguageModel, trained: str, others: Mapping[str, Any]
-    ) -> tuple[LanguageModel, dict[str, Any]]:
-        """The model of checkpoint `step`, and `others` of its items."""
-        if trained == "full":
-            found = self._load(step, {"parameters": parameters(abstract), **others})
-            return with_parameters(abstract, found["parameters"]), found
-        part = jax.eval_shape(lambda model: trained_part(model, trained), abstract)
-        found = self._load(step, {"trained": part, **others})
-        frozen = self._load_frozen(_frozen_parameters(abstract))
-        factors = {path: found["trained"][path] for path in factor_paths(abstract)}
-        model = with_parameters(abstract, frozen | factors)
-        rows = {path: value for path, value in found["trained"].items() if path not in factors}
-        return jax.jit(with_trained_part, donate_argnums=0)(model, rows), found
+        Raises:
+            ValueError: the checkpoint is damaged, or holds another kind of model.
+        """
+        with self._hint(step):
+            return self._states.restore_model(step, rules, mesh, config or self.model_config())
 
-    def _load(self, step: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    @contextmanager
+    def _hint(self, step: int) -> Iterator[None]:
         try:
-            return self._opened().load_checkpointables(step, dict(wanted))
-        except (ValueError, KeyError, OSError) as error:
-            raise ValueError(
-                f"{self.path / 'checkpoints' / str(step)}: the checkpoint can't be read ({str(error)[:300]}). "
-                "Delete this folder to fall back on an earlier one"
-            ) from error
-
-    def _load_frozen(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        if not self._frozen.is_dir():
-            raise FileNotFoundError(
-                f"{self._frozen} is missing: it holds the weights that were not trained, put it back"
-            )
-        try:
-            with ocp.training.Checkpointer(self._frozen, cleanup_tmp_directories=False) as checkpointer:
-                return checkpointer.load_checkpointables(0, {"parameters": dict(wanted)})["parameters"]
-        except (ValueError, KeyError, OSError) as error:
-            raise ValueError(
-                f"{self._frozen}: the weights that were not trained can't be read ({str(error)[:300]}). Put the folder "
-                "back, or delete the run to start anew"
-            ) from error
+            yield
+        except DamagedCheckpoint as error:
+            before = self._states.checkpoints.before(step)
+            instead = "no older one is whole" if before is None else f"delete this folder to use checkpoint {before}"
+            raise ValueError(f"{error}; {instead}") from error
 
     def close(self) -> None:
-        """Waits for the last save; raises what went wrong in it."""
-        if self._checkpointer is not None:
-            self._checkpointer.close()
-            self._checkpointer = None
+        """Waits for the last save and gives the folder free; raises what went wrong in it."""
+        try:
+            self._states.close()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def _opened(self) -> ocp.training.Checkpointer:
-        if self._checkpointer is None:
-            self._checkpointer = ocp.training.Checkpointer(
-                self.path / "checkpoints",
-                preservation_policy=ocp.training.preservation_policies.LatestN(self._keep),
-                # Only by the process that writes the run: what looks left over may be its save in progress.
-                cleanup_tmp_directories=self._writing,
-            )
-        return self._checkpointer
 
     # ---- metrics ---------------------------------------------------------------------------------------------------
 
@@ -326,40 +383,39 @@ class RunDirectory:
                 half = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
                 file.write((b"\n" if half else b"") + json.dumps(record).encode() + b"\n")
 
-    def metrics(self) -> list[dict[str, Any]]:
-        """All records; of a step that was done twice (after a kill) the later one, and no half-written line."""
+    def records(self) -> list[dict[str, Any]]:
+        """All records as they were logged, without half-written lines."""
         path = self.path / "metrics.jsonl"
-        records: dict[Any, dict[str, Any]] = {}
+        found: list[dict[str, Any]] = []
         for line in path.read_bytes().split(b"\n") if path.exists() else []:
             try:
                 record = json.loads(line)
             except ValueError:
                 continue  # a kill can leave half a line; its step was done again
             if isinstance(record, dict):  # half a line may read as a number
-                records[record.get("step")] = record
-        return list(records.values())
+                found.append(record)
+        return found
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """What is known of each step, in the order of the first time it was done; of what was done twice the later."""
+        steps: dict[int, dict[str, Any]] = {}
+        for record in self.records():
+            if "step" in record:
+                steps.setdefault(record["step"], {}).update(record)
+        return list(steps.values())
 
 
-def _frozen_parameters(model: LanguageModel) -> dict[str, Any]:
-    """All but the low-rank factors. Tool rows are among them as they began: the matrices are stored whole."""
-    factors = factor_paths(model)
-    return {path: leaf for path, leaf in parameters(model).items() if path not in factors}
-
-
-def _flat(tree: Any) -> dict[str, Any]:
-    """Leaves by key path: independent of the classes of the tree, which orbax would not know."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+def _filled(settings: Any, defaults: Any) -> Any:
+    """Settings with the defaults of those that are missing."""
+    if not isinstance(defaults, dict):
+        return settings
+    given = settings if isinstance(settings, dict) else {}
+    return given | {key: _filled(given[key], value) if key in given else value for key, value in defaults.items()}
 
 
 def _differences(before: Any, now: Any, name: str = "") -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
-        for key in before.keys() | now.keys():
+        for key in (before.keys() | now.keys()) - set(_HOW):
             yield from _differences(before.get(key), now.get(key), f"{name}.{key}".lstrip("."))
     elif before != now:
         yield f"{name} was {before!r}, is {now!r}"
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

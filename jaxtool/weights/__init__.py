@@ -5,7 +5,7 @@ from jaxtool.weights.gguf_config import config_from_gguf
 from jaxtool.weights.gguf_reader import GgufFile
 from jaxtool.weights.hf_config import config_from_hf, config_to_hf
 from jaxtool.weights.hf_fields import ConfigError
-from jaxtool.weights.load import generation_folder, plan_weights, read_config, read_weights, resolve_model
+from jaxtool.weights.load import generation_source, plan_weights, read_config, read_weights, resolve_model
 from jaxtool.weights.safetensors_reader import read_json_object
 from jaxtool.weights.tensor_map import WeightPlan, WeightsError
 from jaxtool.weights.tokenizers import check_tokenizer_fits, eos_token_ids, load_tokenizer
@@ -24,7 +24,7 @@ __all__ = [
     "config_to_hf",
     "eos_token_ids",
     "export_model",
-    "generation_folder",
+    "generation_source",
     "load_tokenizer",
     "plan_weights",
     "read_config",

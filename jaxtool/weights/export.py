@@ -33,6 +33,7 @@ from jaxtool.weights.safetensors_reader import read_json_object
 from jaxtool.weights.safetensors_writer import SHARD_BYTES, SafetensorsWriter
 from jaxtool.weights.tensor_map import TensorRule, WeightsError, check_tree, file_shape
 from jaxtool.weights.tensor_tables import tensor_rules
+from jaxtool.weights.tokenizers import eos_token_ids
 from jaxtool.weights.tool_ids import check_names, write_tool_ids
 from jaxtool.weights.tool_tokens import TokenizerError, tool_token, with_tool_tokens
 
@@ -67,8 +68,8 @@ def export_model(
         model: the network; low-rank updates are merged on the way (which needs the model's mesh to be active).
         folder: new or empty.
         tokenizer: the text tokenizer, left as it is.
-        source: folder of the pretrained model, whose `generation_config.json` (all its EOS ids) is kept; without it, or
-            where it has none, special ids come from its `config.json` and from the tokenizer.
+        source: folder or `.gguf` file of the pretrained model. A folder's `generation_config.json` (all its EOS ids) is
+            kept; without one, special ids come from its `config.json` or the file's metadata, and from the tokenizer.
         tools: names of the tools in the order of their rows.
         tool_tokens: add a token for each tool to the saved tokenizer; see `with_tool_tokens`.
         dtype: of the stored tensors, "float32", "bfloat16" or "float16"; None: as the parameters are.
@@ -81,8 +82,10 @@ def export_model(
         TokenizerError: the tokenizer has ids behind the text rows, or `tool_tokens` can't be added faithfully.
         ValueError: the folder exists with something in it, the names don't fit the tool rows, or values don't fit the
             dtype.
+        WeightsError: the first of several processes has failed, in the others.
     """
     folder = Path(os.path.expanduser(folder)).resolve()
+    source = None if source is None else Path(os.path.expanduser(source))
     config = model.config
     dtype = dtype or config.param_dtype
     if dtype not in _FORMAT_NAMES:
@@ -91,8 +94,6 @@ def export_model(
         raise ValueError(f"{len(tools)} tool names given, expected one for each of the model's {config.num_tools}")
     if tool_tokens and not tools:
         raise ValueError("tool_tokens is set, but the model has no tools")
-    if jax.process_index() == 0:
-        _check_free(folder)
     check_names(tools)
     _check_tokenizer(tokenizer, config, tools)
     if tool_tokens:
@@ -104,29 +105,52 @@ def export_model(
             )
     model = without_lora(model)
     fields = config_to_hf(dataclasses.replace(model.config, param_dtype=dtype))
-    generation = _generation_config(None if source is None else Path(source), tokenizer)
-    fields |= {name: generation[name] for name in _SPECIAL_IDS if generation.get(name) is not None}
+    special_ids = _special_ids(source, tokenizer)
+    generation = _generation_config(source, special_ids)
+    fields |= special_ids | {name: generation[name] for name in _SPECIAL_IDS if generation.get(name) is not None}
     tensors = _file_tensors(model, folder)
 
-    if jax.process_index() == 0:
-        with _appearing(folder) as partial:
-            listed = [(tensor.name, _FORMAT_NAMES[dtype], tensor.shape) for tensor in tensors]
-            with SafetensorsWriter(partial, listed, shard_bytes=shard_bytes) as writer:
-                for tensor, value in _on_host(tensors, dtype):
-                    writer.write(tensor.name, value)
-            tokenizer.save_pretrained(partial)
-            _name_tokenizer_class(partial / "tokenizer_config.json")
-            if tools:
-                write_tool_ids(partial, tools, config.vocab_size)
-            _write_json(partial / "generation_config.json", generation)
-            # Last: what a kill leaves behind can't be taken for a model.
-            _write_json(partial / "config.json", fields)
-    else:
-        for _ in _on_devices(tensors, dtype):
-            pass
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("export_model")
+    with _first_process(folder) as is_first:
+        if is_first:
+            _check_free(folder)
+    arrays = _on_devices(tensors, dtype)
+    with _first_process(folder) as is_first:
+        try:
+            if is_first:
+                with _appearing(folder) as partial:
+                    listed = [(tensor.name, _FORMAT_NAMES[dtype], tensor.shape) for tensor in tensors]
+                    with SafetensorsWriter(partial, listed, shard_bytes=shard_bytes) as writer:
+                        for tensor, value in _on_host(arrays):
+                            writer.write(tensor.name, value)
+                    tokenizer.save_pretrained(partial)
+                    _name_tokenizer_class(partial / "tokenizer_config.json")
+                    if tools:
+                        write_tool_ids(partial, tools, config.vocab_size)
+                    _write_json(partial / "generation_config.json", generation)
+                    # Last: what a kill leaves behind can't be taken for a model.
+                    _write_json(partial / "config.json", fields)
+        finally:
+            if jax.process_count() > 1:
+                for _ in arrays:  # all processes compute each of them, or the others would wait for ever
+                    pass
     return folder
+
+
+@contextmanager
+def _first_process(folder: Path) -> Iterator[bool]:
+    """A step of which the first process has the work: whether this is that one. Fails in all processes or in none."""
+    failure: Exception | None = None
+    try:
+        yield jax.process_index() == 0
+    except Exception as error:
+        failure = error
+    done = failure is None
+    if jax.process_count() > 1:
+        done = bool(multihost_utils.broadcast_one_to_all(np.bool_(done)))
+    if failure is not None:
+        raise failure
+    if not done:
+        raise WeightsError(f"{folder}: the first process has failed to write it; its own message says why")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +187,10 @@ def _file_tensors(model: LanguageModel, where: Path) -> list[_FileTensor]:
     return tensors
 
 
-def _on_host(tensors: Sequence[_FileTensor], dtype: str) -> Iterator[tuple[_FileTensor, np.ndarray]]:
+def _on_host(arrays: Iterator[tuple[_FileTensor, jax.Array]]) -> Iterator[tuple[_FileTensor, np.ndarray]]:
     """Each tensor in the file's layout. While one is written, the next one is on its way."""
     before: tuple[_FileTensor, jax.Array] | None = None
-    for tensor, array in _on_devices(tensors, dtype):
+    for tensor, array in arrays:
         array.copy_to_host_async()
         if before is not None:
             yield before[0], _finished(*before)
@@ -219,15 +243,23 @@ def _check_tokenizer(tokenizer: Any, config: LanguageModelConfig, tools: Sequenc
             )
 
 
-def _generation_config(source: Path | None, tokenizer: Any) -> dict[str, Any]:
-    """The fields of `generation_config.json`: the source's own, or its special ids, or those of the tokenizer."""
-    if source is not None and (source / "generation_config.json").is_file():
-        return dict(read_json_object(source / "generation_config.json"))
+def _special_ids(source: Path | None, tokenizer: Any) -> dict[str, Any]:
+    """Ids of BOS, EOS and padding: the tokenizer's, or what the source's `config.json` or metadata say."""
     ids: dict[str, Any] = {name: getattr(tokenizer, name) for name in _SPECIAL_IDS}
-    if source is not None and (source / "config.json").is_file():
+    if source is not None and source.is_file():
+        ends = eos_token_ids(source, tokenizer)
+        ids["eos_token_id"] = list(ends) if len(ends) > 1 else next(iter(ends), None)
+    elif source is not None and (source / "config.json").is_file():
         config = read_json_object(source / "config.json")
         ids |= {name: config[name] for name in _SPECIAL_IDS if config.get(name) is not None}
     return {name: value for name, value in ids.items() if value is not None}
+
+
+def _generation_config(source: Path | None, special_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `generation_config.json`: the source's own, or its special ids."""
+    if source is not None and (source / "generation_config.json").is_file():
+        return dict(read_json_object(source / "generation_config.json"))
+    return dict(special_ids)
 
 
 def _name_tokenizer_class(file: Path) -> None:

@@ -65,10 +65,12 @@ def config_from_gguf(file: GgufFile) -> LlamaConfig:
         ConfigError: another architecture, a field missing, unknown, of the wrong type or at a value that isn't
             implemented (other rotary scaling than Llama 3.1's, partial rotary, experts, split files).
     """
-    fields = _Fields(file)
-    architecture = _ARCHITECTURES[file.architecture]
-    if file.field("split.count", int, 1) > 1:
-        raise ConfigError(f"{file.source}: one of several files of a split model ('split.count'); merge them first")
+    if (files := file.field("split.count", int, 1)) > 1:  # before all else: only the first file has the metadata
+        raise ConfigError(
+            f"{file.source}: one of the {files} files of a split model ('split.count'); merge them first, "
+            "e.g. with llama.cpp's llama-gguf-split --merge"
+        )
+    fields, architecture = _Fields(file), _ARCHITECTURES[file.architecture]
     num_heads = fields.size("attention.head_count")
     head_dim = _head_dim(fields, num_heads)
     theta = fields.number("rope.freq_base", DEFAULT_ROPE_THETA)

@@ -306,7 +306,11 @@ def _rope(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | 
 def _scaling(value: Mapping[str, Any], field: str, source: str) -> RopeScaling | None:
     names = {f.name for f in dataclasses.fields(RopeScaling)}
     kinds = {value[key] for key in ("rope_type", "type") if isinstance(value.get(key), str)}
-    if len(kinds) > 1 or not kinds <= {"default", "llama3"}:
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{source}: fields '{field}.rope_type' {value['rope_type']!r} and '{field}.type' {value['type']!r} disagree"
+        )
+    if not kinds <= {"default", "llama3"}:
         key = "rope_type" if "rope_type" in value else "type"
         raise ConfigError(
             f"{source}: field '{field}.{key}' is {value[key]!r}, only 'default' and 'llama3' are implemented"

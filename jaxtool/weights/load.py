@@ -33,6 +33,8 @@ from jaxtool.weights.tool_ids import TOOL_IDS_FILE, read_tool_ids
 
 logger = logging.getLogger(__name__)
 
+# Of PEFT; its weights are in adapter_model.safetensors.
+ADAPTER_FILE = "adapter_config.json"
 # Weights, configs and tokenizers; never pickles.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", TOOL_IDS_FILE)
 
@@ -57,10 +59,10 @@ def resolve_model(source: str | Path) -> Path:
     if path.is_dir() and source != "":  # Path("") is the working folder
         return path
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ValueError(f"{source}: expected a model folder, a .gguf file or a hub id owner/name")
         return path
-    if not isinstance(source, str) or source.endswith(".gguf") or not _HUB_ID.fullmatch(source):
+    if not isinstance(source, str) or source.lower().endswith(".gguf") or not _HUB_ID.fullmatch(source):
         raise FileNotFoundError(f"{source}: no such folder or .gguf file, and not a hub id owner/name")
     try:
         # Top level only: repositories keep copies in other formats in subfolders.
@@ -72,15 +74,15 @@ def resolve_model(source: str | Path) -> Path:
     return Path(folder)
 
 
-def generation_folder(source: str | Path) -> Path | None:
-    """The folder with the generation settings of a pretrained model, for `export_model`; no weights are fetched.
+def generation_source(source: str | Path) -> Path | None:
+    """The folder or `.gguf` file with a pretrained model's special ids, for `export_model`; no weights are fetched.
 
-    None for GGUF files, and for what is neither a folder nor on the hub or in its cache.
+    None for what is neither, nor on the hub or in its cache.
     """
-    folder = Path(os.path.expanduser(source))
-    if folder.is_dir():
-        return folder
-    if not isinstance(source, str) or folder.exists() or not _HUB_ID.fullmatch(source):
+    path = Path(os.path.expanduser(source))
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+        return path
+    if not isinstance(source, str) or path.exists() or not _HUB_ID.fullmatch(source):
         return None
     try:
         settings = ["generation_config.json", "config.json"]
@@ -101,9 +103,20 @@ def read_config(path: str | Path) -> LanguageModelConfig:
     """
     path = Path(path)
     if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise FileNotFoundError(f"{path / 'config.json'}: no such file{_instead_of_a_model(path)}")
         config = config_from_hf(read_json_object(path / "config.json"), str(path / "config.json"))
         return _with_tools(config, path)
     return config_from_gguf(GgufFile(path))
+
+
+def _instead_of_a_model(folder: Path) -> str:
+    """What a folder without `config.json` is, where that can be seen, and what to do about it."""
+    if files := sorted(path for path in folder.iterdir() if path.suffix.lower() == ".gguf"):
+        return f"; the folder holds GGUF files: give the file itself, e.g. {files[0]}"
+    if (folder / ADAPTER_FILE).is_file():
+        return f"; the folder holds an adapter ({ADAPTER_FILE}): merge it into its base model and give that one"
+    return ""
 
 
 def _with_tools(config: LanguageModelConfig, folder: Path) -> LanguageModelConfig:
@@ -153,6 +166,11 @@ def _open_and_plan(path: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> 
     files: SafetensorsFolder | GgufFile
     config: LanguageModelConfig
     if path.is_dir():
+        if (path / ADAPTER_FILE).is_file():  # transformers would load it, and the base model that it names
+            raise WeightsError(
+                f"{path / ADAPTER_FILE}: an adapter beside the weights, which would not be applied; merge it into the "
+                "weights, or take it out of the folder to load them without it"
+            )
         config, files = read_config(path), SafetensorsFolder(path)
     else:
         files = GgufFile(path)

@@ -6,6 +6,7 @@ Tool rows lie behind the text rows. Tokenizers that know tools as text are made 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def read_tool_ids(folder: str | Path) -> dict[str, int]:
         FileNotFoundError: no such folder.
         WeightsError: the file is damaged, or its ids aren't consecutive; names the line and the field.
     """
-    folder = Path(folder)
+    folder = Path(os.path.expanduser(folder))
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model folder")
     path = folder / TOOL_IDS_FILE
@@ -65,9 +66,13 @@ def read_tool_ids(folder: str | Path) -> dict[str, int]:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError where a name is empty, appears twice or can't be written as UTF-8."""
+    """Raises ValueError where a name is no text, is empty, appears twice or can't be written as UTF-8."""
+    if isinstance(names, str):
+        raise ValueError(f"tools: expected a sequence of names, found the text {names[:40]!r}")
     seen: dict[str, int] = {}
     for tool, name in enumerate(names):
+        if not isinstance(name, str):
+            raise ValueError(f"tool {tool}: its name is {name!r:.80}, expected a text")
         if not name:
             raise ValueError(f"tool {tool}: its name is empty")
         if (first := seen.setdefault(name, tool)) != tool:

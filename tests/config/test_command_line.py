@@ -1,12 +1,22 @@
 """The command line: unknown names are errors, what is printed can be read back, values are checked."""
 
+import logging
 import signal
 from pathlib import Path
 
 import pytest
 import yaml
 
-from jaxtool.config import RunConfig, StageConfig, parse_run, run_parser, run_script, to_yaml
+from jaxtool.config import (
+    RunConfig,
+    StageConfig,
+    check_writable,
+    open_console,
+    parse_run,
+    run_parser,
+    run_script,
+    to_yaml,
+)
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -67,7 +77,7 @@ def test_there_are_shipped_configs() -> None:
         (["--checkpoints.keep", "0"], "error: checkpoints.keep is 0"),
         (["--model.compute_dtype", "float16"], "error: model.compute_dtype is 'float16'"),
         (["--model.remat", "some"], "error: model.remat is 'some'"),
-        (["--evaluation.k", "3"], "evaluation.k is 3"),
+        (["--evaluation.k", "3"], "error: evaluation.k is 3, expected 5 or more: the metrics look at 5 places"),
         (["--run_dir", " "], "run_dir"),
         (["--seed", "-1"], "seed is -1"),
         (["--retrieval.optimizer.weight_decay", ".nan"], "weight_decay is nan"),
@@ -194,8 +204,14 @@ def test_own_errors_are_one_line_and_foreign_ones_keep_their_traceback(capsys: p
         run_script(lambda: StageConfig(rows=0) and None)
     assert end.value.code == 1
     assert capsys.readouterr().err == "error: rows is 0, expected 1 to 65,536\n"
-    with pytest.raises(ValueError, match="invalid literal"):
+    with pytest.raises(SystemExit) as end:
         run_script(lambda: int("x") and None)
+    assert end.value.code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Traceback") and lines[-1].startswith("ValueError: invalid literal")
+    ends: list[int] = []
+    run_script(lambda: StageConfig(rows=0) and None, end=ends.append)
+    assert ends == [1]
 
 
 @pytest.mark.parametrize(
@@ -212,3 +228,45 @@ def test_an_option_cut_short_is_unknown(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit) as stopped:
         parse_run(run_parser("test"), ["--memorization.epoch", "3"])
     assert stopped.value.code != 0 and "memorization.epoch" in capsys.readouterr().err
+
+
+def test_what_is_logged_about_the_layout_of_files_stays_out_of_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for name in ("jaxtool", "jaxtool.weights.load", "jaxtool.weights.tokenizers"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)  # and back
+    open_console()
+    for name in ("data.assets", "weights.export", "weights.load", "weights.tokenizers"):
+        logging.getLogger(f"jaxtool.{name}").info(f"note of {name}")
+        logging.getLogger(f"jaxtool.{name}").warning(f"warning of {name}")
+    shown = capsys.readouterr().out
+    assert "note of data.assets" in shown and "note of weights.export" in shown
+    assert "note of weights.load" not in shown and "note of weights.tokenizers" not in shown
+    assert shown.count("warning of") == 4
+
+
+def test_files_that_can_be_written(tmp_path: Path) -> None:
+    for name in ("new", "old", "link"):
+        (tmp_path / "old").write_text("kept")
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("old")
+        check_writable(tmp_path / name, "--output")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old"]
+    assert (tmp_path / "old").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("", ": is a folder, expected a file"),
+        ("no/where", "no/where: there is no folder .*no, make it first"),
+        ("file/in", "file/in: there is no folder .*file, make it first"),
+        ("/dev/null", "--output /dev/null: is no plain file, expected a file"),
+        ("/proc/jaxtool", "--output /proc/jaxtool: can't be written"),
+    ],
+)
+def test_files_that_can_not_be_written(tmp_path: Path, path: str, said: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=said):
+        check_writable(tmp_path / path, "--output")

@@ -238,3 +238,11 @@ def test_missing_files_are_told(tmp_path: Path, name: str) -> None:
     (tmp_path / name).unlink()
     with pytest.raises(FileNotFoundError, match=f"{name}: missing"):
         load_beir(tmp_path)
+
+
+def test_a_folder_in_the_place_of_a_file_is_told(tmp_path: Path) -> None:
+    make(tmp_path, [doc("d")], [ask("q", "a")], ["q\td\t1"])
+    (tmp_path / "queries.jsonl").unlink()
+    (tmp_path / "queries.jsonl").mkdir()
+    with pytest.raises(QuerySetError, match=r"queries\.jsonl: is a folder; in BEIR format it is a file"):
+        load_beir(tmp_path)

@@ -1,41 +1,85 @@
-"""Query files: every line is a query or an error that names it."""
+"""Query files: every line or value is a query, or an error that names it."""
 
+import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
-from jaxtool.data import QuerySetError, read_queries
+from jaxtool.data import (
+    ChatPrompts,
+    LabelledQuery,
+    Query,
+    QuerySetError,
+    check_readable,
+    read_queries,
+)
+
+TEXTS = ["book a flight", "what's new?\u2028same query"]
+
+
+def texts(path: Path) -> list[str]:
+    return [query.text for query in read_queries(path)]
 
 
 def test_text_file(tmp_path: Path) -> None:
     file = tmp_path / "queries.txt"
     file.write_bytes("\ufeffbook a flight\r\nwhat's new?\u2028same query\n".encode())
-    assert read_queries(file) == ["book a flight", "what's new?\u2028same query"]
+    assert read_queries(file) == [Query(text=text, where=f"{file}:{i}") for i, text in enumerate(TEXTS, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("content", "lines"),
+    [
+        ('"book a flight"\n\n"what\'s new?\\u2028same query"', [1, 3]),
+        ('{"text": "book a flight", "_id": 4}\n{"query": "what\'s new?\\u2028same query", "tools": ["a"]}\n', [1, 2]),
+        ('["book a flight",\n {"query":\n "what\'s new?\\u2028same query"}]', [1, 2]),
+    ],
+    ids=["texts", "objects", "array"],
+)
+@pytest.mark.parametrize("name", ["q.json", "q.jsonl", "q.jsonl.gz"])
+def test_json_files(tmp_path: Path, name: str, content: str, lines: list[int]) -> None:
+    file = tmp_path / name
+    file.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
+    expected = [Query(text=text, where=f"{file}:{line}") for text, line in zip(TEXTS, lines, strict=True)]
+    assert read_queries(file) == expected
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip), min_size=1))
-def test_json_lines_round_trip(tmp_path: Path, texts: list[str]) -> None:
-    file = tmp_path / "queries.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert read_queries(file) == texts
+def test_json_round_trip(tmp_path: Path, written: list[str]) -> None:
+    (tmp_path / "queries.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
+    (tmp_path / "queries.json").write_text(json.dumps(written))
+    assert texts(tmp_path / "queries.jsonl") == texts(tmp_path / "queries.json") == written
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("q.txt", b"", "no query"),
-        ("q.txt", b"one\n\ntwo\n", r"q\.txt:2: the query is empty"),
-        ("q.txt", b"one\n \xff\n", "not UTF-8"),
-        ("q.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"q\.jsonl:2: field text"),
-        ("q.jsonl", b'{"text": "a"}\n["b"]\n', r"q\.jsonl:2: field text"),
-        ("q.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"q\.jsonl:2: expected a JSON object"),
+        ("q.txt", b"", "no query in it; expected a text file with a query a line, or a file in .json"),
+        ("q.json", b"[]", "no query in it; expected"),
+        ("q.txt", b"one\n\ntwo\n", r"q\.txt:2: the line is empty, expected a query"),
+        ("q.txt", b"one\n \xff\n", r"q\.txt:2: expected UTF-8 text, found byte 0xff"),
+        ("q.txt", b'["one", "two"]\n', r"q\.txt:1: begins like JSON, but a file without the ending \.json or"),
+        ("q.txt", b'\n[\n  {\n "query": "one"}]', r"q\.txt:1: begins like JSON"),
+        ("q", b'{"query": "one"}\n{"query": "two"}\n', r"q:1: begins like JSON"),
+        ("q.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"q\.jsonl:2: field text: expected text, found a number"),
+        ("q.json", b'[{"query": "a"},\n{"query": null}]', r"q\.json:2: field query: expected text, found null"),
+        ("q.jsonl", b'{"text": "a"}\n["b"]\n', r"q\.jsonl:2: expected a text, or an object .*, found a list"),
+        ("q.json", b'{"queries": ["a"]}', r"q\.json:1: expected an object with a field query or text, found queries"),
+        ("q.json", b'["a", {}]', r"q\.json:1: expected an object with a field query or text, found no field"),
+        ("q.jsonl", b'{"text": "a", "query": "b"}', r"q\.jsonl:1: .*, found both"),
+        ("q.jsonl", b'{"text": "a", "text": "b"}', r"q\.jsonl:1: key 'text' appears more than once"),
+        ("q.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"q\.jsonl:2: not valid JSON"),
+        ("q.jsonl", b"book a flight\n", r"q\.jsonl:1: not valid JSON"),
         ("q.jsonl", b'{"text": " "}\n', r"q\.jsonl:1: the query is empty"),
         ("q.jsonl", b'{"text": "\\ud800"}\n', r"q\.jsonl:1: .*lone surrogate"),
-        ("q.jsonl", b"[" * 100_000, r"q\.jsonl:1: expected a JSON object"),
+        ("q.jsonl", b"[" * 100_000, r"q\.jsonl:1: JSON nested too deeply"),
     ],
 )
 def test_errors(tmp_path: Path, name: str, content: bytes, said: str) -> None:
@@ -44,13 +88,54 @@ def test_errors(tmp_path: Path, name: str, content: bytes, said: str) -> None:
         read_queries(tmp_path / name)
 
 
+def test_text_that_only_begins_with_a_bracket_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "q.txt"
+    file.write_text("[urgent] find me a flight\n{city} weather\n")
+    assert texts(file) == ["[urgent] find me a flight", "{city} weather"]
+
+
 def test_all_problems_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "q.txt"
     file.write_text("a\n" + "\n" * 30 + "b\n")
-    with pytest.raises(QuerySetError, match=r"30 of 32 lines(.|\n)*and 10 more"):
+    with pytest.raises(QuerySetError, match=r"30 problems(.|\n)*and 10 more"):
         read_queries(file)
 
 
-def test_absent(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="absent"):
+def test_absent_files_and_folders_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file of queries"):
         read_queries(tmp_path / "absent.txt")
+    with pytest.raises(QuerySetError, match=r": is a folder; expected a text file"):
+        read_queries(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> ChatPrompts:
+    """Of a tokenizer that has a token for each byte but those of control characters below 0x10 and of é's second."""
+    symbols = pre_tokenizers.ByteLevel.alphabet()
+    lost = {chr(256 + byte) for byte in range(16)} | {"©"}
+    vocabulary = {symbol: i for i, symbol in enumerate(["<end>", *sorted(set(symbols) - lost)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}!"
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", chat_template=template)
+    return ChatPrompts(fast, max_length=20)
+
+
+def test_characters_without_a_token_are_counted_and_queries_of_them_refused(prompts: ChatPrompts) -> None:
+    queries = [Query(text=text, where=f"q:{i}") for i, text in enumerate(["a\x01b", "\x01\x02c \n", "né"])]
+    assert check_readable(queries, prompts) == [
+        "the tokenizer has no token for '\\x01': the model reads 2 texts without it",
+        "the tokenizer has no token for '\\x02': the model reads 1 text without it",
+    ]
+    assert check_readable(queries[2:], prompts) == []
+    labelled = LabelledQuery(query_id="7", text="\x02 \x01", tools=(0,), source="train.jsonl")
+    with pytest.raises(QuerySetError) as caught:
+        check_readable([*queries, Query.of(labelled), Query(text="\x01", where="q:9")], prompts)
+    assert str(caught.value) == (
+        "2 queries that the model can't read\n"
+        "  train.jsonl, query 7: the tokenizer has no token for any character of '\\x02 \\x01'\n"
+        "  q:9: the tokenizer has no token for any character of '\\x01'"
+    )
+    # What is refused is what gives no prompt.
+    with pytest.raises(ValueError, match="no token for any character"):
+        prompts.prompt("\x01")

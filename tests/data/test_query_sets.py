@@ -122,10 +122,13 @@ def test_held_out_values_have_ranges(field: str, value: float) -> None:
 
 
 def test_sources_that_are_neither_are_told(tmp_path: Path) -> None:
-    with pytest.raises(QuerySetError, match=r'expected "bfcl" or a folder in BEIR format.*no such folder'):
+    with pytest.raises(QuerySetError, match=r'no such file or folder; expected "bfcl", a folder in BEIR format'):
         load_retrieval_set("toolens")
-    with pytest.raises(QuerySetError, match=r"found a folder without corpus\.jsonl"):
+    with pytest.raises(QuerySetError, match=r"a folder without corpus\.jsonl and without tools\.json; expected"):
         load_retrieval_set(str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QuerySetError, match=r"file': is a file; a catalogue of tools goes with its labelled queries"):
+        load_retrieval_set(str(tmp_path / "file"))
 
 
 def test_bfcl_is_fetched_by_name_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtool.data import DRAWN, Batch, PackedBatches, Sample
+from jaxtool.data import DRAWN, Batch, PackedBatches, Sample, SampleArrays
 
 FIELDS = ("tokens_bs", "positions_bs", "segment_ids_bs", "supervised_bp", "targets_bpa", "weights_bpa")
 
@@ -116,6 +118,21 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
     assert all(np.array_equal(longer.batch(s).tokens_bs, forwards[s].tokens_bs) for s in range(len(forwards)))
 
 
+@pytest.mark.parametrize("form", [list, SampleArrays.of])
+def test_runs_of_earlier_versions_resume(form: Any) -> None:
+    """Batches and fingerprint of these samples as version 0.1.0 made them."""
+    batches = packed(form(SAMPLES))
+    digest = hashlib.sha256()
+    for step in range(batches.steps):
+        batch = batches.batch(step)
+        for name in FIELDS:
+            digest.update(getattr(batch, name).tobytes())
+    assert batches.steps == 18
+    assert digest.hexdigest() == "084ae873de2afd48a77a630010c8acb27e410e62dbd1f7ebe3a647f89c53b7a2"
+    if form is list:
+        assert batches.fingerprint == "8b0adb159ce959922b35bb4f8a5cda9f522e7fb63f205c97fb5b3c9f8b1d1af9"
+
+
 def test_order_differs_between_seeds_and_epochs() -> None:
     first, other = packed(), packed(seed=1)
     per_epoch = first.steps // 3
@@ -205,3 +222,99 @@ def test_samples_that_contradict_themselves(changes: dict[str, Any], words: str)
     fields = {"tokens": (1, 2, 3), "positions": (0, 2), "targets": ((5,), (6, 7))} | changes
     with pytest.raises(ValueError, match=words):
         Sample(**fields)
+
+
+@st.composite
+def any_sample(draw: st.DrawFn) -> Sample:
+    length = draw(st.integers(1, 8))
+    positions = sorted(draw(st.sets(st.integers(0, length - 1), min_size=1)))
+    ids = st.sets(st.integers(0, 99), min_size=1, max_size=3).map(lambda chosen: tuple(sorted(chosen)))
+    drawn = [place > 0 and place - 1 in positions and draw(st.booleans()) for place in range(length)]
+    tokens = tuple(DRAWN if is_drawn else draw(st.integers(0, 99)) for is_drawn in drawn)
+    return Sample(tokens=tokens, positions=tuple(positions), targets=tuple(draw(ids) for _ in positions))
+
+
+@given(samples=st.lists(any_sample(), min_size=1, max_size=8), data=st.data())
+def test_arrays_hold_the_same_samples(samples: list[Sample], data: st.DataObject) -> None:
+    arrays = SampleArrays.of(samples)
+    assert SampleArrays.of(arrays) is arrays
+    assert list(arrays) == samples and len(arrays) == len(samples)
+    assert arrays[-1] == samples[-1] and list(arrays[1:3]) == samples[1:3]
+    chosen = data.draw(st.lists(st.integers(0, len(samples) - 1), min_size=1, max_size=5))
+    assert list(arrays.subset(chosen)) == [samples[i] for i in chosen]
+    with pytest.raises(IndexError):
+        arrays[len(samples)]
+    assert arrays.most_targets == max(len(ids) for sample in samples for ids in sample.targets)
+    assert arrays.place(0) == "sample 0"
+    one, two = (PackedBatches(x, rows=2, row_length=9, epochs=2, seed=3) for x in (samples, arrays))
+    assert all(same(one.batch(step), two.batch(step)) for step in range(one.steps))
+
+
+def arrays(**changes: Any) -> SampleArrays:
+    fields = {
+        "tokens": np.asarray([1, 2, 3, 4, 5], np.int32),
+        "starts": np.asarray([0, 3, 5]),
+        "supervised": np.asarray([1, 0, 1, 0, 1], np.bool_),
+        "targets": np.asarray([7, 8, 9], np.int32),
+        "files": ("a.jsonl", "b.jsonl"),
+        "file_of": np.asarray([0, 1], np.int32),
+        "line_of": np.asarray([4, 6]),
+    }
+    return SampleArrays(**(fields | changes))
+
+
+def test_places_and_fingerprints_of_arrays() -> None:
+    given = arrays()
+    assert [given.place(i) for i in (0, 1)] == ["a.jsonl:4", "b.jsonl:6"]
+    assert given.subset([1]).place(0) == "b.jsonl:6"
+
+    def fingerprint(**changes: Any) -> str:
+        return PackedBatches(arrays(**changes), rows=1, row_length=4, epochs=1, seed=0).fingerprint
+
+    assert fingerprint() == fingerprint(file_of=np.asarray([1, 1], np.int32))
+    others = [
+        fingerprint(tokens=np.asarray([1, 2, 3, 4, 6], np.int32)),
+        fingerprint(starts=np.asarray([0, 4, 5])),
+        fingerprint(supervised=np.asarray([0, 1, 1, 0, 1], np.bool_)),
+        fingerprint(targets=np.asarray([7, 8, 0], np.int32)),
+        fingerprint(targets=np.asarray([7, 8, 9, 10], np.int32), target_starts=np.asarray([0, 1, 2, 4])),
+        fingerprint(targets=np.asarray([7, 8, 9, 10], np.int32), target_starts=np.asarray([0, 1, 3, 4])),
+    ]
+    assert len({fingerprint(), *others}) == 7
+
+
+def test_arrays_may_be_memory_maps(tmp_path: Path) -> None:
+    given = arrays()
+    maps = {}
+    for name in ("tokens", "starts", "supervised", "targets"):
+        np.save(tmp_path / f"{name}.npy", getattr(given, name))
+        maps[name] = np.load(tmp_path / f"{name}.npy", mmap_mode="r")
+    assert list(arrays(**maps)) == list(given)
+    batches = PackedBatches(arrays(**maps), rows=1, row_length=5, epochs=1, seed=0)
+    assert same(batches.batch(0), PackedBatches(given, rows=1, row_length=5, epochs=1, seed=0).batch(0))
+    assert batches.fingerprint == PackedBatches(given, rows=1, row_length=5, epochs=1, seed=0).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"starts": np.asarray([0, 3, 3, 5])}, "starts are not ascending from 0 to the 5 tokens"),
+        ({"starts": np.asarray([0, 3])}, "starts are not ascending"),
+        ({"supervised": np.ones(4, np.bool_)}, "4 marks of supervised positions for 5 tokens"),
+        ({"targets": np.asarray([7, 8], np.int32)}, "2 targets don't fit 3 supervised positions"),
+        ({"target_starts": np.asarray([0, 1, 3])}, "3 targets don't fit 3 supervised positions"),
+        ({"line_of": np.asarray([4])}, "line_of has 1 entries for 2 samples"),
+        (
+            {"supervised": np.asarray([1, 1, 1, 0, 0], np.bool_)},
+            "b.jsonl:6: no supervised position, expected one at least",
+        ),
+        (
+            {"tokens": np.asarray([1, 2, 3, 4, DRAWN], np.int32)},
+            "b.jsonl:6: token 1 is to be drawn, but the position before has none",
+        ),
+        ({"tokens": np.asarray([1, 2, 3, DRAWN, 4], np.int32)}, "b.jsonl:6: token 0 is to be drawn"),
+    ],
+)
+def test_arrays_that_contradict_themselves(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        arrays(**changes)

@@ -10,7 +10,14 @@ from rich.console import Console
 
 from jaxtool.evaluation.plots import SystemResult, plot_results
 from jaxtool.evaluation.ranking import evaluate_rankings
-from jaxtool.evaluation.report import Example, Report, print_results, render_html, write_report
+from jaxtool.evaluation.report import (
+    Example,
+    Report,
+    make_report_folder,
+    print_results,
+    render_html,
+    write_report,
+)
 
 HOSTILE = "<script>alert('x')</script> & \"q\" [bold red]$\\frac{$ \x1b[31m \ud800 {title}"
 
@@ -193,3 +200,11 @@ def test_plot_is_the_same_every_time():
 def test_results_that_cannot_be_drawn_are_named(results, message):
     with pytest.raises(ValueError, match=message):
         plot_results(results)
+
+
+def test_a_folder_that_can_not_be_written_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file", tmp_path / "file/inside"):
+        with pytest.raises(ValueError, match="expected a folder for the report that can be written"):
+            make_report_folder(place)
+    assert make_report_folder(tmp_path / "a/b") == tmp_path / "a/b" and not list((tmp_path / "a/b").iterdir())

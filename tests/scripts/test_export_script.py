@@ -112,7 +112,7 @@ def test_training_on_an_exported_folder_keeps_the_learned_rows(
     options += ["--model.source", str(tmp_path / "out"), "--data.source", str(tmp_path / "data")]
     done = script("train/finetune.py", *options)
     assert done.returncode == 0, done.stderr
-    assert "10 tools before, 11 now: 10 kept (10 with another id), 1 added, 0 removed" in done.stdout
+    assert "10 tools before, 11 now: 10 kept (10 with another id), 1 added, 0 removed" in " ".join(done.stdout.split())
     run = RunDirectory(tmp_path / "again")
     config, names = run.model_config(), [tool.name for tool in run.catalog()]
     before = np.asarray(parameters(model)["embedding_vd"])

@@ -30,9 +30,11 @@ KILLED_AFTER_3 = """
 import os, runpy, signal, sys
 from jaxtool.training import RunDirectory
 save = RunDirectory.save
-def save_and_die(run, step, state):
-    save(run, step, state)
+def save_and_die(run, step, state, **options):
+    save(run, step, state, **options)
     if step == 3:
+        while run.finished_save() is None:  # it goes on in the background
+            pass
         os.kill(os.getpid(), signal.SIGKILL)
 RunDirectory.save = save_and_die
 sys.argv = sys.argv[1:]

@@ -66,6 +66,18 @@ def test_ids_are_positions_and_names_are_exact(tmp_path: Path) -> None:
         loaded.index("Led")
 
 
+def test_the_nearest_names_are_suggested() -> None:
+    names = ["get_weather", "get_tides", "Sea&&rent_boat", "rent boats", "x"]
+    catalog = ToolCatalog(Tool(name=name) for name in names)
+    assert catalog.nearest("GET_weather ") == ("get_weather",)
+    assert catalog.nearest("get_wether")[0] == "get_weather"
+    assert catalog.nearest("rent_boat") == ("rent boats", "Sea&&rent_boat")  # spelled alike, then as a part
+    assert catalog.nearest("rent_boat", most=1) == ("rent boats",)
+    assert catalog.nearest("unrelated") == catalog.nearest("") == ()
+    with pytest.raises(CatalogError, match=r"no tool named 'get_tide' among 5; did you mean 'get_tides'\?$"):
+        catalog.index("get_tide")
+
+
 def test_the_fingerprint_is_sha256_over_length_and_name() -> None:
     digest = hashlib.sha256(b"\0\0\0\0\0\0\0\x02\xc3\xa9\0\0\0\0\0\0\0\x01b").hexdigest()
     assert ToolCatalog([Tool(name="é"), Tool(name="b")]).fingerprint == digest

@@ -125,9 +125,71 @@ def test_linear_warmup_has_equal_increments() -> None:
     assert [round(float(rate(step)), 5) for step in range(5)] == [0.2, 0.4, 0.6, 0.8, 1.0]
 
 
+@pytest.mark.parametrize("schedule", ["linear", "constant"])
+@pytest.mark.parametrize(("steps", "share"), [(100, 0.1), (10, 0.0), (1, 0.03)])
+def test_other_schedules(schedule: str, steps: int, share: float) -> None:
+    """Toolformer's: linear warm-up over a tenth of the steps, then constant."""
+    config = OptimizerConfig(learning_rate=1e-5, schedule=schedule, warmup_share=share, final_share=0.2)
+    rate, warmup = learning_rate_schedule(config, steps), round(share * steps)
+    for step in range(steps + 5):
+        expected = 1e-5
+        if step < warmup:
+            expected = 1e-5 * (1 + step) / (warmup + 1)
+        elif schedule == "linear":
+            expected = 1e-5 * (1 - 0.8 * min((step - warmup) / (steps - warmup), 1))
+        assert float(rate(step)) == pytest.approx(expected, rel=1e-5), step
+
+
+def test_adafactor_by_hand() -> None:
+    """Shazeer & Stern 2018, algorithm 4 in float64: factored second moment, clipping by root mean square."""
+    config = OptimizerConfig(
+        kind="adafactor", learning_rate=0.02, schedule="constant", warmup_share=0.0, weight_decay=0.1, clip_norm=1e9
+    )
+    rng = np.random.default_rng(0)
+    weights = {"up_ldf": rng.normal(size=(2, 130, 140)), "final_norm_d": rng.normal(size=6)}
+    gradients = [{name: rng.normal(size=w.shape) * 3 for name, w in weights.items()} for _ in range(3)]
+    part = {name: jnp.asarray(w, jnp.float32) for name, w in weights.items()}
+    found = updates_of(config, part, [jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), g) for g in gradients], 10)
+    rows = columns = second = 0.0
+    for step, gradient in enumerate(gradients):
+        kept = 1 - (step + 1) ** -0.8
+        squared = {name: g**2 + 1e-30 for name, g in gradient.items()}
+        rows = kept * rows + (1 - kept) * squared["up_ldf"].mean(2)
+        columns = kept * columns + (1 - kept) * squared["up_ldf"].mean(1)
+        second = kept * second + (1 - kept) * squared["final_norm_d"]
+        estimate = rows[:, :, None] * columns[:, None] / rows.mean(1)[:, None, None]
+        for name, estimated in (("up_ldf", estimate), ("final_norm_d", second)):
+            update = gradient[name] / np.sqrt(estimated)
+            update /= max(1.0, np.sqrt((update**2).mean()))
+            decay = 0.1 * weights[name] if name == "up_ldf" else 0.0
+            np.testing.assert_allclose(found[step][name], -0.02 * (update + decay), rtol=1e-4, atol=1e-7)
+
+
+def test_adafactor_state_is_small() -> None:
+    part = {"up_ldf": jnp.zeros((2, 130, 140))}
+    sizes = {
+        kind: sum(leaf.size for leaf in jax.tree.leaves(make_optimizer(OptimizerConfig(kind=kind), 10).init(part)))
+        for kind in ("adamw", "adafactor")
+    }
+    assert sizes["adamw"] > 2 * 2 * 130 * 140 and sizes["adafactor"] < 2 * (130 + 140) + 10
+
+
+def test_the_norm_of_half_precision_gradients_is_float32() -> None:
+    """In bfloat16 the sum of 100,000 equal squares stops growing at 256 times the square."""
+    gradient = {"up_ldf": jnp.full((1, 250, 400), 0.01, jnp.bfloat16)}
+    config = OptimizerConfig(learning_rate=1.0, warmup_share=0.0, epsilon=1e3, clip_norm=0.1)
+    exact = float(gradient["up_ldf"][0, 0, 0]) * math.sqrt(100_000)
+    part = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), gradient)
+    (update,) = updates_of(config, part, [gradient], steps=1)
+    expected = 0.1 / exact * float(gradient["up_ldf"][0, 0, 0]) / 1e3
+    np.testing.assert_allclose(-update["up_ldf"], expected, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("kind", "sgd"),
+        ("schedule", "step"),
         ("learning_rate", 0.0),
         ("learning_rate", float("nan")),
         ("warmup_share", 1.0),

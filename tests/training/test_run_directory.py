@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -208,7 +205,10 @@ def test_frozen_weights_belong_to_their_run(tmp_path: Path) -> None:
         run.close()
         largest = max((tmp_path / "frozen").rglob("*"), key=lambda path: path.stat().st_size)
         largest.write_bytes(largest.read_bytes()[:100])
-        assert "frozen: the weights that were not trained can't be read" in error_of_restoring(tmp_path, 1)
+        with pytest.raises(
+            ValueError, match=r"frozen: the weights that were not trained can't be read .* has 100 bytes"
+        ):
+            RunDirectory(tmp_path).restore_model(1, AxisRules(), here)
         shutil.rmtree(tmp_path / "frozen")
         with pytest.raises(FileNotFoundError, match=r"frozen is missing: .* put it back"):
             RunDirectory(tmp_path).restore_model(1, AxisRules(), here)
@@ -239,38 +239,73 @@ def test_only_the_newest_are_kept_and_half_saves_ignored(tmp_path: Path) -> None
             run.save(step, state)
         run.close()
     assert sorted(folder.name for folder in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
-    (tmp_path / "checkpoints/4.orbax-checkpoint-tmp").mkdir()
-    (tmp_path / "checkpoints/4.orbax-checkpoint-tmp/half").write_text("")
+    for half in ("4.orbax-checkpoint-tmp", ".5.saving"):
+        (tmp_path / "checkpoints" / half).mkdir()
+        (tmp_path / "checkpoints" / half / "half").write_text("")
     assert RunDirectory(tmp_path).last_step() == 3
 
 
-def error_of_restoring(path: Path, step: int) -> str:
-    """What a process of its own says: the reads that orbax leaves behind complain whenever they are collected."""
-    code = """
-import sys
-from jaxtool.parallel import AxisRules
-from jaxtool.training import RunDirectory
-from tests.training.test_run_directory import CONFIG, mesh
-try:
-    RunDirectory(sys.argv[1]).restore_model(int(sys.argv[2]), AxisRules(), mesh(1, 1, 1), CONFIG)
-except ValueError as error:
-    print(error)
-"""
-    command = [sys.executable, "-c", code, str(path), str(step)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_a_damaged_checkpoint_names_itself(tmp_path: Path) -> None:
-    with jax.set_mesh(mesh(1, 1, 1)):
-        run = RunDirectory(tmp_path)
-        run.save(5, trained_state(initialise(build, mesh(1, 1, 1))))
+def test_a_damaged_checkpoint_names_itself_and_the_one_before(tmp_path: Path) -> None:
+    here = mesh(1, 1, 1)
+    with jax.set_mesh(here):
+        state = trained_state(initialise(build, here))
+        run = RunDirectory(tmp_path, keep=2)
+        for step in (5, 6):
+            run.save(step, state)
         run.close()
-        largest = max((tmp_path / "checkpoints/5/parameters").rglob("*"), key=lambda path: path.stat().st_size)
-        largest.write_bytes(largest.read_bytes()[:100])
-        assert "checkpoints/5: the checkpoint can't be read" in error_of_restoring(tmp_path, 5)
+        warnings: list[str] = []
+        run = RunDirectory(tmp_path, warn=warnings.append)
+        largest = max((tmp_path / "checkpoints/6/parameters").rglob("*"), key=lambda path: path.stat().st_size)
+        damaged = bytearray(largest.read_bytes())
+        damaged[1000] ^= 1
+        largest.write_bytes(damaged)
+        assert run.last_step() == 6  # its files have the right sizes
+        with pytest.raises(
+            ValueError, match=r"6: the checkpoint is damaged: .*; delete this folder to use checkpoint 5"
+        ):
+            run.restore_model(6, AxisRules(), here, CONFIG)
+        asked: list[int] = []
+
+        def wanted(step: int) -> TrainState:
+            asked.append(step)
+            return abstract_state(abstract_model(build, here), OPTIMIZER, step=step)
+
+        step, back = RunDirectory(tmp_path, warn=warnings.append).restore_newest(wanted)
+        assert (step, asked) == (5, [6, 5])
+        assert isinstance(back, TrainState)
+        saved = flat(dataclasses.replace(state, step=step))
+        assert all(np.array_equal(x, y) for x, y in zip(flat(back).values(), saved.values(), strict=True))
+        assert len(warnings) == 2 and all("checkpoint 5 is used" in warning for warning in warnings)
+        # Cut short, the newest doesn't count at all; without any that is whole, nothing is started anew in its place.
+        largest.write_bytes(damaged[:100])
+        run = RunDirectory(tmp_path, warn=warnings.append)
+        assert run.last_step() == 5
+        with pytest.raises(FileNotFoundError, match="7: there is no such checkpoint"):
+            run.restore_model(7, AxisRules(), here, CONFIG)
+        shutil.rmtree(tmp_path / "checkpoints/5/optimizer")
+        with pytest.raises(ValueError, match="all checkpoints are damaged"):
+            RunDirectory(tmp_path).start(RunConfig(), CONFIG, CATALOG, Tokenizer())
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    here = mesh(1, 1, 1)
+    with jax.set_mesh(here):
+        model = initialise(build, here)
+        run = RunDirectory(tmp_path, metric="held_out_loss")
+        for step, value in ((1, 3.0), (2, 1.5), (3, 2.0), (4, None)):
+            state = initial_state(jax.tree.map(lambda x, n=step: x * n, model), OPTIMIZER)
+            run.save(step, state, value=value)
+        run.close()
+        report = run.finished_save()
+        assert report is not None and report.step == 4
+        assert (run.best_step(), run.last_step()) == (2, 4)
+        assert (RunDirectory(tmp_path).best_step(), RunDirectory(tmp_path).last_step()) == (2, 4)
+        for step in (2, 4):
+            found = flat(run.restore_model(step, AxisRules(), here, CONFIG))
+            for name, value in flat(model).items():
+                np.testing.assert_array_equal(found[name], value * step, err_msg=name)
+        only_model = run.restore_newest(lambda _: abstract_model(build, here))
+        assert only_model[0] == 4 and isinstance(only_model[1], Llama)
 
 
 def test_description_comes_back_and_must_stay_the_same(tmp_path: Path) -> None:
@@ -315,7 +350,7 @@ def test_one_process_trains_in_a_folder_and_readers_leave_its_saves_alone(tmp_pa
     run.start(RunConfig(), CONFIG, CATALOG, Tokenizer())
     with pytest.raises(ValueError, match="another process is training"):
         RunDirectory(tmp_path).start(RunConfig(), CONFIG, CATALOG, Tokenizer())
-    saving = tmp_path / "checkpoints/4.orbax-checkpoint-tmp"
+    saving = tmp_path / "checkpoints/.4.saving"
     saving.mkdir(parents=True)
     reader = RunDirectory(tmp_path)
     assert reader.last_step() is None
@@ -324,11 +359,7 @@ def test_one_process_trains_in_a_folder_and_readers_leave_its_saves_alone(tmp_pa
     run.close()
     again = RunDirectory(tmp_path)
     again.start(RunConfig(), CONFIG, CATALOG, Tokenizer())
-    # Left over by a run that was killed: orbax removes it in the background, before the next save at the latest.
-    deadline = time.monotonic() + 30
-    while saving.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert not saving.exists()  # left over by a run that was killed
     again.close()
 
 

@@ -9,11 +9,21 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxtool.config import OptimizerConfig
 from jaxtool.data import Batch
-from jaxtool.models import LanguageModelConfig, abstract_model, build_model, lora_config, parameters
+from jaxtool.models import (
+    LanguageModelConfig,
+    abstract_model,
+    build_model,
+    lora_config,
+    parameters,
+    resized_optimizer_state,
+    with_name_rows,
+    without_tool_rows,
+)
 from jaxtool.training import (
     abstract_state,
     initial_state,
@@ -190,6 +200,21 @@ def test_frozen_weights_have_no_gradient() -> None:
         assert {name: found.count(size) for name, size in sizes.items()} == expected, trained
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         assert compiled.memory_analysis().alias_size_in_bytes == size
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_moments_of_factors_when_the_first_tool_comes_and_the_last_goes(name: str) -> None:
+    optimizer = optax.adam(1e-3)
+    bare = without_tool_rows(random_model(CONFIGS[name]))
+    for before, after in ((bare, grown := with_name_rows(bare, [[1], [2, 3]])), (grown, bare)):
+        state = jax.tree.map(lambda leaf: leaf + 7, initial_state(before, optimizer, "lora").optimizer_state)
+        found = resized_optimizer_state(state, before.config, after)
+        wanted = jax.eval_shape(optimizer.init, trained_part(after, "lora"))
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        for (path, leaf), shape in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+            assert leaf.shape == shape.shape and leaf.dtype == shape.dtype
+            is_rows = any(name in jax.tree_util.keystr(path) for name in MATRICES)
+            assert (np.asarray(leaf) == (0 if is_rows else 7)).all()
 
 
 def test_parts_that_are_not_there() -> None:

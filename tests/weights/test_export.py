@@ -20,6 +20,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import jaxtool
 from jaxtool.config import MeshConfig
 from jaxtool.models import (
     parameters,
@@ -29,13 +30,15 @@ from jaxtool.models.lora import with_lora
 from jaxtool.parallel import make_mesh
 from jaxtool.weights import (
     WeightsError,
+    eos_token_ids,
     export_model,
-    generation_folder,
+    generation_source,
     load_tokenizer,
     read_config,
     read_tool_ids,
 )
 from tests.tiny_models import TINY_LLAMA, log_probs, quick_compilation  # noqa: F401
+from tests.weights.conftest import WriteGguf
 from tests.weights.tiny_exports import (
     CASES,
     LLAMA,
@@ -151,7 +154,8 @@ from pathlib import Path
 from jaxtool.config import MeshConfig
 from jaxtool.models import parameters
 from jaxtool.parallel import make_mesh
-from jaxtool.weights import export_model, load_tokenizer
+from jaxtool.weights import WeightsError, export_model, load_tokenizer
+from jaxtool.weights.safetensors_writer import SafetensorsWriter
 from tests.tiny_models import TINY_LLAMA
 jax.distributed.initialize(sys.argv[1], num_processes=2, process_id=int(sys.argv[2]))
 from tests.weights import tiny_exports as t
@@ -159,8 +163,31 @@ mesh = make_mesh(MeshConfig(data=1, fsdp=4, model=2))
 model = t.random_model(t.CASES["llama-tied-tools"], mesh)
 assert not parameters(model)["embedding_vd"].is_fully_addressable
 folder = Path(sys.argv[3])
-export_model(model, folder, tokenizer=load_tokenizer(TINY_LLAMA), tools=t.TOOLS, shard_bytes=40_000)
+options = {"tokenizer": load_tokenizer(TINY_LLAMA), "tools": t.TOOLS, "shard_bytes": 40_000}
+export_model(model, folder, **options)
 assert (folder / "config.json").exists()
+
+
+def refused(folder):  # by all processes alike: none may wait for the others
+    try:
+        export_model(model, folder, **options)
+    except ValueError as error:
+        return str(error)
+
+
+first = jax.process_index() == 0
+assert ("exists already" if first else "the first process has failed") in refused(folder)
+written = SafetensorsWriter.write
+
+
+def full(self, name, block):
+    if "layers.1" in name:
+        raise WeightsError("no space left")
+    written(self, name, block)
+
+
+SafetensorsWriter.write = full
+assert ("no space left" if first else "the first process has failed") in refused(folder.with_name("full"))
 """
 
 
@@ -251,7 +278,7 @@ class TestSpecialIds:
     def test_of_the_source(self, model_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
         own = {"eos_token_id": [2, 1], "do_sample": True, "temperature": 0.6}
         (model_folder / "generation_config.json").write_text(json.dumps(own))
-        folder = exported(LLAMA, tmp_path / "out", tokenizer, source=generation_folder(model_folder))
+        folder = exported(LLAMA, tmp_path / "out", tokenizer, source=generation_source(model_folder))
         assert json.loads((folder / "generation_config.json").read_text()) == own
         assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2, 1]
 
@@ -265,10 +292,28 @@ class TestSpecialIds:
         ids = json.loads((folder / "generation_config.json").read_text())
         assert ids == {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 2}
 
+    def test_of_its_config_where_the_generation_settings_say_none(
+        self, model_folder: Path, tokenizer: Any, tmp_path: Path
+    ) -> None:
+        (model_folder / "generation_config.json").write_text(json.dumps({"do_sample": True}))
+        folder = exported(LLAMA, tmp_path / "out", tokenizer, source=model_folder)
+        assert json.loads((folder / "generation_config.json").read_text()) == {"do_sample": True}
+        assert eos_token_ids(folder, tokenizer) == eos_token_ids(model_folder, tokenizer) == (1, 2)
+
+    @pytest.mark.parametrize(("more", "ends"), [({}, 2), ({"tokenizer.ggml.eot_token_id": 1}, [1, 2])])
+    def test_of_a_gguf_file(self, more: dict[str, Any], ends: Any, write_gguf: WriteGguf, tmp_path: Path) -> None:
+        file = write_gguf(metadata=more)
+        of_file = jaxtool.load(file)
+        source = generation_source(str(file))
+        export_model(of_file.model, tmp_path / "out", tokenizer=of_file.tokenizer, source=source)
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((tmp_path / "out" / name).read_text())["eos_token_id"] == ends
+        assert jaxtool.load(tmp_path / "out").eos_token_ids == of_file.eos_token_ids
+
     def test_no_folder(self, tmp_path: Path) -> None:
-        (tmp_path / "model.gguf").write_text("")
-        for source in ("nobody/nothing", "smollm2", str(tmp_path / "model.gguf"), tmp_path / "absent"):
-            assert generation_folder(source) is None
+        (tmp_path / "model.bin").write_text("")
+        for source in ("nobody/nothing", "smollm2", str(tmp_path / "model.bin"), tmp_path / "absent"):
+            assert generation_source(source) is None
 
 
 @pytest.mark.torch

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,6 +74,21 @@ def test_absent_metadata(write_gguf: WriteGguf) -> None:
 def test_refused_metadata(write_gguf: WriteGguf, metadata: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=rf"tiny\.gguf: .*({words})"):
         read_config(write_gguf(metadata=metadata))
+
+
+def test_a_further_file_of_a_split_model(tmp_path: Path) -> None:
+    """llama.cpp gives it no metadata but those of the split."""
+    writer = gguf.GGUFWriter(tmp_path / "tiny-00002-of-00002.gguf", "llama")
+    writer.kv_data[0].clear()
+    writer.add_uint16("split.no", 1)
+    writer.add_uint16("split.count", 2)
+    writer.add_tensor("output_norm.weight", np.ones(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match=r"00002-of-00002\.gguf: one of the 2 files of a split model"):
+        read_config(tmp_path / "tiny-00002-of-00002.gguf")
 
 
 def test_unscaled_rotary_is_stated_by_some_files(write_gguf: WriteGguf) -> None:

@@ -126,6 +126,7 @@ def test_both_spellings_of_the_rotary_base_may_stand_together_when_equal(hf_conf
         ({"layer_types": ["full_attention"] * 2}, ["layer_types"]),
         ({"logit_softcap": 30.0}, ["logit_softcap", "30.0", "not known"]),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, ["rope_scaling.type", "'linear'"]),
+        ({"rope_scaling": {"rope_type": "llama3", "type": "default"}}, ["rope_scaling.type", "'llama3'", "disagree"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling", "low_freq_factor", "missing"]),
         ({"rope_scaling": {"factor": 8.0}}, ["rope_scaling.factor", "8.0"]),
         ({"rope_scaling": "linear"}, ["rope_scaling", "'linear'"]),

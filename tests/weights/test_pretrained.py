@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxtool
 from jaxtool.config import MeshConfig
-from jaxtool.models import parameters
+from jaxtool.models import catalog_change, parameters, with_catalog
 from jaxtool.parallel import make_mesh
 from jaxtool.weights import TokenizerError, WeightsError, load_tokenizer
 from tests.weights.conftest import WriteGguf
@@ -68,6 +68,10 @@ def test_a_mesh_changes_nothing_but_the_layout(tokenizer: Any, tmp_path: Path) -
     lines: list[str] = []
     jaxtool.load(folder, mesh=make_mesh(MeshConfig(model=8)), report=lines.append)
     assert any("kv_heads (2) is not divisible by 8" in line for line in lines)
+    with pytest.raises(ValueError, match="lie on a mesh, but none is active"):
+        spread.model(IDS, IDS, np.ones_like(IDS))
+    with pytest.raises(ValueError, match="lie on a mesh, but none is active"):
+        with_catalog(spread.model, catalog_change(TOOLS, []))
 
 
 def test_dtypes(tokenizer: Any, tmp_path: Path) -> None:
@@ -84,6 +88,24 @@ def test_a_gguf_file(write_gguf: WriteGguf) -> None:
     loaded = jaxtool.load(write_gguf())
     assert loaded.eos_token_ids == (2,)
     assert np.isfinite(logits(loaded)[..., : loaded.model.config.vocab_size - 1]).any()
+
+
+def test_a_gguf_file_with_its_ending_in_capitals(write_gguf: WriteGguf, tmp_path: Path) -> None:
+    assert jaxtool.load(write_gguf().rename(tmp_path / "TINY.GGUF")).path.name == "TINY.GGUF"
+
+
+def test_folders_that_hold_something_else(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "quantised").mkdir()
+    (tmp_path / "quantised/tiny.Q4_0.gguf").write_bytes(b"GGUF")
+    with pytest.raises(FileNotFoundError, match=r"holds GGUF files: give the file itself, e\.g\. .*tiny\.Q4_0\.gguf"):
+        jaxtool.load(tmp_path / "quantised")
+    folder = exported(LLAMA, tmp_path / "adapted", tokenizer)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(WeightsError, match=r"adapter_config\.json: an adapter beside the weights"):
+        jaxtool.load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds an adapter \(adapter_config\.json\): merge it"):
+        jaxtool.load(folder)
 
 
 def test_a_tokenizer_that_does_not_fit(tokenizer: Any, tmp_path: Path) -> None:

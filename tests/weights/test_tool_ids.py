@@ -53,11 +53,13 @@ class TestToolIds:
         [
             (TOOLS[:2], "2 tool names given, expected one for each of the model's 7"),
             (("",) * 7, "tool 0: its name is empty"),
+            ("abcdefg", "expected a sequence of names, found the text 'abcdefg'"),
+            ((*"abcdef", 7), "tool 6: its name is 7, expected a text"),
             ((*TOOLS[:6], "café"), "tool 6: its name 'café' is that of tool 1 already"),
             ((*TOOLS[:6], "\ud800"), "tool 6: its name .* is not valid Unicode"),
         ],
     )
-    def test_names_must_fit(self, names: tuple[str, ...], said: str, tokenizer: Any, tmp_path: Path) -> None:
+    def test_names_must_fit(self, names: Any, said: str, tokenizer: Any, tmp_path: Path) -> None:
         model = random_model(CASES["qwen3-tools"])
         with pytest.raises(ValueError, match=said):
             export_model(model, tmp_path / "out", tokenizer=tokenizer, tools=names)

@@ -1,0 +1,214 @@
+"""From a catalogue of functions and labelled queries to ranked tools, and what the scripts say on the way."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.scripts.test_hostile_inputs import run_all
+from tests.scripts.tiny_world import TOPICS
+
+Results = Mapping[str, tuple[int, str, str]]
+
+
+def write_rows(path: Path, rows: Iterable[tuple[str, list[str]]]) -> Path:
+    path.write_text("".join(json.dumps({"query": query, "tools": tools}) + "\n" for query, tools in rows))
+    return path
+
+
+def copied(run_dir: Path, copy: Path, last: int) -> list[str]:
+    """A copy of the run whose checkpoints behind step `last` are not written yet; the options that name it."""
+    shutil.copytree(run_dir, copy)
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if int(checkpoint.name) > last:
+            shutil.rmtree(checkpoint)
+    return ["--run_dir", str(copy)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `tools.json`, `train.jsonl`, what is wrong, and soon `run/` and its copies."""
+    root = tmp_path_factory.mktemp("own")
+    functions = [{"type": "function", "function": {"name": f"get_{topic}", "description": topic}} for topic in TOPICS]
+    (root / "tools.json").write_text(json.dumps(functions, indent=2))
+    rows = [(f"{topic} {i}", [f"get_{topic}"]) for i in range(8) for topic in TOPICS]
+    write_rows(root / "train.jsonl", rows)
+    write_rows(root / "wrong.jsonl", [*rows, ("weather and news", ["get_weather", "get_new"])])
+    (root / "q.json").write_text('["weather 1", {"query": "news 2", "tools": ["get_news"]}]')
+    (root / "array.txt").write_text('["weather", "news"]')
+    (root / "few").mkdir()
+    (root / "few/tools.json").write_text(json.dumps(functions[:1]))
+    write_rows(root / "few/train.jsonl", rows[:1])
+    (root / "link").symlink_to("linked.jsonl")
+    return root
+
+
+@pytest.fixture(scope="module")
+def options(root: Path) -> list[str]:
+    options = ["--data.train_queries", str(root / "train.jsonl"), "--data.source", str(root / "tools.json")]
+    options += ["--run_dir", str(root / "run"), "--retrieval.epochs", "1", "--checkpoints.every_steps", "2"]
+    return [*options, "--checkpoints.keep", "9", "--evaluation.max_queries", "4"]
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path, options: list[str], world: Path) -> Results:
+    """What training printed, on the labelled queries and on wrong ones."""
+    wrong = [*options, "--data.train_queries", str(root / "wrong.jsonl")]
+    results = run_all(
+        world, ("train/finetune.py", options), ("train/finetune.py", wrong), ("infer/retrieve.py", ["--help"])
+    )
+    return dict(zip(("trained", "wrong", "help"), results, strict=True))
+
+
+def steps_of(run_dir: Path) -> dict[str, int]:
+    return json.loads((run_dir / "stages.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def asked(root: Path, options: list[str], world: Path, trained: Results) -> Results:
+    """What the scripts print that use the run, and copies of it that stopped earlier."""
+    end = steps_of(root / "run")["memorization"]
+    stopped = {
+        name: copied(root / "run", root / name, last)
+        for name, last in (("inside", end + 2), ("before", end), ("first", 2), ("old", 999), ("damaged", 999))
+    }
+    (root / "old/stages.json").unlink()
+    (root / "damaged/stages.json").write_text('{"retrieval": "all"}')
+    copied(root / "run", root / "no_report", 999)
+    (root / "no_report/report").write_text("")
+    given = ["--queries", str(root / "q.json"), "--output"]
+    answers = [*given, str(root / "answers")]
+    commands: dict[str, list[str]] = {
+        "scored": [],
+        "seed": ["--data.seed", "1"],
+        "ranked": [*given, str(root / "link"), "--evaluation.k", "7"],
+        "inside": [*stopped["inside"], *answers],
+        "before": stopped["before"],
+        "first": [*stopped["first"], *answers],
+        "old": [*stopped["old"], *answers],
+        "damaged": [*stopped["damaged"], *answers],
+        "folder of queries": ["--queries", str(root)],
+        "absent queries": ["--queries", str(root / "absent")],
+        "no queries": ["--queries", ""],
+        "array": ["--queries", str(root / "array.txt")],
+        "output folder": [*given, str(root)],
+        "output nowhere": [*given, str(root / "absent/where")],
+        "output over queries": [*given, str(root / "q.json")],
+        "output alone": ["--output", str(root / "x")],
+        "train queries": ["--data.train_queries", "absent"],
+        "other tools": ["--data.source", str(root / "few"), "--data.train_queries", "null"],
+        "no report": ["--run_dir", str(root / "no_report")],
+        "run file": ["--run_dir", str(root / "q.json")],
+        "run absent": ["--run_dir", str(root / "absent")],
+        "too short": ["--data.max_query_tokens", "5"],
+        "too long": ["--data.max_query_tokens", "129"],
+    }
+    listed = [("infer/retrieve.py", [*options, *command]) for command in commands.values()]
+    export = ("infer/export.py", [*options, *stopped["inside"], "--output", str(root / "exported")])
+    return dict(zip([*commands, "export"], run_all(world, *listed, export), strict=True))
+
+
+def test_training_on_a_catalogue_and_labelled_queries(root: Path, trained: Results) -> None:
+    status, out, error = trained["trained"]
+    assert status == 0, error
+    assert "of 80 queries, 20 are held out with seed 0 and 60 trained on" in out
+    assert "data: 10 tools, 60 training queries; held out for evaluation 20 queries\n" in out
+    assert "its vocabulary has 258 tokens of text and 10 of tools" in out
+    lines = [json.loads(line) for line in (root / "run/metrics.jsonl").read_text().splitlines()]
+    done = Counter(line["stage"] for line in lines if "loss" in line)
+    assert steps_of(root / "run") == done
+    status, _, error = trained["wrong"]
+    assert status == 1
+    assert "wrong.jsonl:81: field tools[1]: no tool named 'get_new' among 10 tools; nearest: 'get_news'" in error
+
+
+def test_the_run_scores_its_held_out_queries(root: Path, asked: Results) -> None:
+    assert asked["scored"][0] == 0 and asked["scored"][2] == ""
+    rows = json.loads((root / "run/report/results.json").read_text())["results"]
+    assert {row["group"] for row in rows} == {"test queries"} and {row["queries"] for row in rows} == {4}
+    status, _, error = asked["seed"]
+    assert status == 0 and "warning: data.seed is 1, but was 0 in training: where it decides the split" in error
+
+
+def test_the_run_ranks_tools_for_queries(root: Path, asked: Results) -> None:
+    status, out, error = asked["ranked"]
+    assert (status, error) == (0, "")
+    assert "2 queries answered in" in out and "7 tools each" in out
+    assert (root / "link").is_symlink()
+    answers = [json.loads(line) for line in (root / "linked.jsonl").read_text().splitlines()]
+    assert [answer["query"] for answer in answers] == ["weather 1", "news 2"]
+    for answer in answers:
+        assert answer.keys() == {"query", "tools"} and len(answer["tools"]) == 7
+        for tool in answer["tools"]:
+            assert tool.keys() == {"tool", "id", "probability"}
+            assert tool["tool"] == f"get_{TOPICS[tool['id']]}"
+
+
+def test_a_run_that_stopped_is_used_with_a_warning(root: Path, asked: Results) -> None:
+    stages = steps_of(root / "run")
+    memorization, retrieval = stages["memorization"], stages["retrieval"]
+    assert list(stages) == ["memorization", "retrieval"] and memorization % 2 == 0 and retrieval > 2
+    stopped = "training is not finished, stage {} stopped at step {} of {} (the last checkpoint)"
+    unbegun = f", retrieval ({retrieval} steps) has not begun"
+    inside = f"{root / 'inside'}: {stopped.format('retrieval', 2, retrieval)}"
+    expected = {
+        "inside": inside,
+        "before": f"{root / 'before'}: {stopped.format('memorization', memorization, memorization)}{unbegun}",
+        "first": f"{root / 'first'}: {stopped.format('memorization', 2, memorization)}{unbegun}",
+        "old": f"{root / 'old'}: has no stages.json, which says how many steps training takes: it may be unfinished",
+        "export": inside,
+    }
+    for name, said in expected.items():
+        status, _, error = asked[name]
+        assert (status, error) == (0, f"warning: {said}; train/finetune.py with the same options goes on from there\n")
+    assert "training is not finished" in (root / "before/report/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("damaged", "stages.json: expected the number of steps of each stage"),
+        ("folder of queries", ": is a folder; expected a text file with a query a line, or a file in .json"),
+        ("absent queries", "absent: no such file of queries"),
+        ("no queries", ".: is a folder; expected a text file"),
+        ("array", "array.txt:1: begins like JSON"),
+        ("output folder", ": is a folder, expected a file"),
+        ("output nowhere", "where: there is no folder"),
+        ("output over queries", "q.json: is the file of --queries, expected another one"),
+        ("output alone", "x: it is for the answers to --queries, which is not given"),
+        ("train queries", "absent: no such file of train queries"),
+        ("other tools", "few: its 1 tools are not the 10 that"),
+        ("no report", "report: expected a folder for the report that can be written"),
+        ("run file", "q.json: is a file; expected the folder of a run"),
+        ("run absent", "absent: no such folder; expected the folder of a run"),
+        (
+            "too short",
+            "with data.max_query_tokens 5: max_length 5 leaves no room for text, the chat template alone has",
+        ),
+        ("too long", "129 is beyond the model's 128 positions"),
+    ],
+)
+def test_what_can_not_work_is_told_before_the_checkpoint_is_read(asked: Results, name: str, said: str) -> None:
+    assert "restored in" in asked["scored"][1]
+    status, out, error = asked[name]
+    assert status == 1
+    assert said in error and "restored in" not in out
+
+
+def test_help_says_what_goes_in_and_what_comes_out(trained: Results) -> None:
+    status, out, _ = trained["help"]
+    out = re.sub(r"\s+", " ", out)
+    assert status == 0
+    for said in (
+        "a text file with a query a line, or a file in .json or .jsonl (JSON Lines, or one array) of texts or",
+        '{"query": text, "tools": [{"tool": name, "id": place in the catalogue, "probability": 0 to 1}, ...]}',
+        "ranked tools of a query, best first: the length of `tools` in the lines that infer/retrieve.py writes",
+        'rows {"query": text, "tools": [name, ...]}',
+    ):
+        assert said in out
