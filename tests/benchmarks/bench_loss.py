@@ -184,8 +184,8 @@ def measure(shape: Shape, rounds: int, *, remat: bool) -> dict[str, Any]:
     figures["plain_fits_memory"], figures["free_bytes"] = fits["plain"], free
     for name in names:
         figures[f"{fields[name]}temp_bytes"] = sizes[name]["temp"]
-        peak = peak_of_process(shape, name) if fits[name] else {"peak": None, "inputs": None}
-        figures[f"{fields[name]}peak_rss_bytes"], figures[f"{fields[name]}inputs_rss_bytes"] = peak.values()
+        resident = peak_of_process(shape, name) if fits[name] else {"inputs": None, "peak": None}
+        figures |= {f"{fields[name]}{kind}_rss_bytes": value for kind, value in resident.items()}
 
     timed = shape
     while bytes_of(compiled(timed, "plain"))["all"] >= free:
@@ -193,29 +193,23 @@ def measure(shape: Shape, rounds: int, *, remat: bool) -> dict[str, Any]:
     figures["timed_positions"] = timed.positions
     arrays = timed.arrays()
     programs = {name: compiled(timed, name) for name in names}
-    factors = jnp.zeros((timed.chunk_size, timed.hidden_size), timed.dtype), arrays[1].astype(timed.dtype)
-    programs["product"] = jax.jit(_logits).lower(*factors).compile()  # of one chunk: what matrix products can do
     wall: dict[str, list[float]] = {name: [] for name in programs}
     used: dict[str, list[float]] = {name: [] for name in programs}
     for turn in range(rounds + 1):  # the first one warms up
         for name, program in programs.items():
             started, cpu = time.perf_counter(), time.process_time()
-            values = jax.block_until_ready(program(*(factors if name == "product" else arrays)))
+            values = jax.block_until_ready(program(*arrays))
             if turn:
                 wall[name].append(time.perf_counter() - started)
                 used[name].append(time.process_time() - cpu)
             else:
-                figures.setdefault("losses", {})[name] = float(values[0]) if name != "product" else None
+                figures.setdefault("losses", {})[name] = float(values[0])
             del values
-    figures["losses"].pop("product")
     for name in names:
         figures[f"{fields[name]}seconds"] = round(statistics.median(wall[name]), 3)
         figures[f"{fields[name]}cpu_seconds"] = round(statistics.median(used[name]), 3)
     figures["ratio"] = round(figures["seconds"] / figures["plain_seconds"], 3)
     figures["cpu_ratio"] = round(figures["cpu_seconds"] / figures["plain_cpu_seconds"], 3)
-    # Three products of all positions, against as many at the speed of a single product.
-    least = 3 * timed.positions / timed.chunk_size * statistics.median(used["product"])
-    figures["share_of_product_speed"] = round(least / figures["cpu_seconds"], 3)
     figures["load_after"] = os.getloadavg()[0]
     return figures
 
