@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtool.models.attention import attention
 from jaxtool.models.language_model import (
     DEFAULT_RULES,
+    Attend,
     DecoderBlock,
     LanguageModel,
     LanguageModelConfig,
@@ -82,17 +82,17 @@ class GPTJBlock(DecoderBlock):
         self.up_bias_f = self.vector(0.0, config.intermediate_size, "mlp")
         self.down_bias_d = self.vector(0.0, config.hidden_size, "activation")
 
-    def __call__(self, x_bsd: jax.Array, segment_ids_bs: jax.Array, rotary: Rotary) -> jax.Array:
-        """x [B, S, D], segments [B, S], rotary tables 2 x [B, S, rotary_dim/2] -> [B, S, D]."""
+    def __call__(self, x_bsd: jax.Array, attend: Attend, rotary: Rotary) -> jax.Array:
+        """x [B, S, D], rotary tables 2 x [B, S, rotary_dim/2] -> [B, S, D]; `attend` mixes the tokens."""
         normed_bsd = layer_norm(x_bsd, self.norm_d[...], self.norm_bias_d[...], self.config.layer_norm_eps)
-        return x_bsd + self._attention(normed_bsd, segment_ids_bs, rotary) + self._mlp(normed_bsd)
+        return x_bsd + self._attention(normed_bsd, attend, rotary) + self._mlp(normed_bsd)
 
-    def _attention(self, x_bsd: jax.Array, segment_ids_bs: jax.Array, rotary: Rotary) -> jax.Array:
+    def _attention(self, x_bsd: jax.Array, attend: Attend, rotary: Rotary) -> jax.Array:
         with jax.named_scope("attention"):
             q_bsnh = checkpoint_name(rotate_interleaved(self.project("query", x_bsd), *rotary), "kept")
             k_bsnh = checkpoint_name(rotate_interleaved(self.project("key", x_bsd), *rotary), "kept")
             v_bsnh = checkpoint_name(self.project("value", x_bsd), "kept")
-            mixed_bsnh = attention(q_bsnh, k_bsnh, v_bsnh, segment_ids_bs, self.rules, self.config.attention)
+            mixed_bsnh = attend(q_bsnh, k_bsnh, v_bsnh)
             return self.project("output", mixed_bsnh)
 
     def _mlp(self, x_bsd: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ the choice of a port by its name in `registry`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtool.models.attention import IMPLEMENTATIONS
+from jaxtool.models.attention import IMPLEMENTATIONS, attention
 from jaxtool.models.cudnn_attention import CUDNN_DTYPES
 from jaxtool.models.rotary import rotary_tables
 from jaxtool.models.tool_rows import ToolBlock, ToolRows, look_up, take_rows
@@ -31,6 +31,9 @@ KEPT_ACTIVATIONS = {
 }
 
 Rotary = tuple[jax.Array, jax.Array]
+# How a block's new tokens attend, to one another or to a cache: queries [B, S, N, H], their keys and values
+# [B, S, K, H] -> [B, S, N, H].
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,8 +258,8 @@ class DecoderBlock(nnx.Module):
         filled = jnp.full((size,), value, self.config.param_dtype)
         return nnx.Param(filled, out_sharding=annotation(self.rules, axis))
 
-    def __call__(self, x_bsd: jax.Array, segment_ids_bs: jax.Array, rotary: Rotary) -> jax.Array:
-        """x [B, S, D], segments [B, S], rotary tables 2 x [B, S, R] -> [B, S, D]."""
+    def __call__(self, x_bsd: jax.Array, attend: Attend, rotary: Rotary) -> jax.Array:
+        """x [B, S, D], rotary tables 2 x [B, S, R] -> [B, S, D]; `attend` mixes the tokens."""
         raise NotImplementedError
 
 
@@ -320,17 +323,25 @@ class LanguageModel(nnx.Module):
         c = self.config
         if tool_rows:
             x_bsd = look_up(self.embedding_vd[...], tool_rows["embedding_vd"], tokens_bs, self.tool_block)
+            x_bsd = x_bsd.astype(c.compute_dtype)
         else:
-            x_bsd = take_rows(self.embedding_vd[...], tokens_bs, "vocabulary", self.rules, c.compute_dtype)
-        x_bsd = x_bsd.astype(c.compute_dtype)
+            x_bsd = self.embed(tokens_bs)
         rotary = rotary_tables(positions_bs, c.frequencies())
 
+        def attend(q_bsnh: jax.Array, k_bskh: jax.Array, v_bskh: jax.Array) -> jax.Array:
+            return attention(q_bsnh, k_bskh, v_bskh, segment_ids_bs, self.rules, c.attention)
+
         def body(x_bsd: jax.Array, block: DecoderBlock) -> tuple[jax.Array, None]:
-            return block(x_bsd, segment_ids_bs, rotary), None
+            return block(x_bsd, attend, rotary), None
 
         body = jax.checkpoint(body, policy=KEPT_ACTIVATIONS[c.remat])
         x_bsd, _ = jax.lax.scan(body, x_bsd, self.blocks)
         return self.final_norm(x_bsd)
+
+    def embed(self, tokens_bs: jax.Array) -> jax.Array:
+        """Rows of the embedding [B, S, D] in the compute dtype; NaN for ids that have none."""
+        c = self.config
+        return take_rows(self.embedding_vd[...], tokens_bs, "vocabulary", self.rules, c.compute_dtype)
 
     def final_norm(self, x_bsd: jax.Array) -> jax.Array:
         """The norm between the last block and the head."""

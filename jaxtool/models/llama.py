@@ -15,9 +15,9 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtool.models.attention import attention
 from jaxtool.models.language_model import (
     DEFAULT_RULES,
+    Attend,
     DecoderBlock,
     LanguageModel,
     LanguageModelConfig,
@@ -93,13 +93,13 @@ class LlamaBlock(DecoderBlock):
             self.query_norm_h = self.vector(1.0, config.head_dim, "head_size")
             self.key_norm_h = self.vector(1.0, config.head_dim, "head_size")
 
-    def __call__(self, x_bsd: jax.Array, segment_ids_bs: jax.Array, rotary: Rotary) -> jax.Array:
-        """x [B, S, D], segments [B, S], rotary tables 2 x [B, S, H/2] -> [B, S, D]."""
+    def __call__(self, x_bsd: jax.Array, attend: Attend, rotary: Rotary) -> jax.Array:
+        """x [B, S, D], rotary tables 2 x [B, S, H/2] -> [B, S, D]; `attend` mixes the tokens."""
         eps = self.config.rms_norm_eps
-        x_bsd = x_bsd + self._attention(rms_norm(x_bsd, self.attention_norm_d[...], eps), segment_ids_bs, rotary)
+        x_bsd = x_bsd + self._attention(rms_norm(x_bsd, self.attention_norm_d[...], eps), attend, rotary)
         return x_bsd + self._mlp(rms_norm(x_bsd, self.mlp_norm_d[...], eps))
 
-    def _attention(self, x_bsd: jax.Array, segment_ids_bs: jax.Array, rotary: Rotary) -> jax.Array:
+    def _attention(self, x_bsd: jax.Array, attend: Attend, rotary: Rotary) -> jax.Array:
         with jax.named_scope("attention"):
             q_bsnh, k_bskh = self.project("query", x_bsd), self.project("key", x_bsd)
             v_bskh = checkpoint_name(self.project("value", x_bsd), "kept")
@@ -109,7 +109,7 @@ class LlamaBlock(DecoderBlock):
                 k_bskh = rms_norm(k_bskh, self.key_norm_h[...], self.config.rms_norm_eps)
             q_bsnh = checkpoint_name(rotate_half_split(q_bsnh, *rotary), "kept")
             k_bskh = checkpoint_name(rotate_half_split(k_bskh, *rotary), "kept")
-            mixed_bsnh = attention(q_bsnh, k_bskh, v_bskh, segment_ids_bs, self.rules, self.config.attention)
+            mixed_bsnh = attend(q_bsnh, k_bskh, v_bskh)
             return self.project("output", mixed_bsnh)
 
     def _mlp(self, x_bsd: jax.Array) -> jax.Array:

@@ -1,0 +1,89 @@
+"""The KV cache: keys and values of the tokens that rows have read, and attention of new tokens to them.
+
+A row's tokens lie in its first slots, one after the other, so a token's slot is its position and rows of different
+lengths need no padding in front. What a slot behind the row's length holds is never seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxtool.models import LanguageModelConfig
+from jaxtool.parallel import AxisRules, active_mesh_axes, einsum, reshard
+
+_LAYER = ("batch", "kv_heads", None, "head_size")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """Keys and values of B rows with T slots each. Keys are kept rotated.
+
+    Attributes:
+        keys_bkth: one array [B, K, T, H] for each layer, in the compute dtype.
+        values_bkth: the same.
+        length_b: int32, tokens that each row holds.
+    """
+
+    keys_bkth: tuple[jax.Array, ...]
+    values_bkth: tuple[jax.Array, ...]
+    length_b: jax.Array
+
+    @classmethod
+    def empty(cls, config: LanguageModelConfig, rules: AxisRules, rows: int, slots: int) -> KVCache:
+        """A cache without tokens, laid out over the active mesh, for use inside jit. Takes 2 L B K T H numbers."""
+        shape = (rows, config.kv_heads, slots, config.head_dim)
+
+        def zeros() -> tuple[jax.Array, ...]:
+            empty = jnp.zeros(shape, config.compute_dtype)
+            return tuple(reshard(empty, rules.spec(*_LAYER)) for _ in range(config.num_hidden_layers))
+
+        lengths = reshard(jnp.zeros(rows, jnp.int32), rules.spec("batch"))
+        return cls(keys_bkth=zeros(), values_bkth=zeros(), length_b=lengths)
+
+    @property
+    def slots(self) -> int:
+        """Tokens that a row can hold, T."""
+        return self.keys_bkth[0].shape[2]
+
+
+def write(cache_bkth: jax.Array, new_bskh: jax.Array, slot_bs: jax.Array) -> jax.Array:
+    """The keys or values of a layer with new ones in the given slots; slots that don't exist are left out."""
+
+    def row(cache_kth: jax.Array, new_skh: jax.Array, slot_s: jax.Array) -> jax.Array:
+        return cache_kth.at[:, slot_s].set(new_skh.swapaxes(0, 1), mode="drop", wrap_negative_indices=False)
+
+    return jax.vmap(row)(cache_bkth, new_bskh, slot_bs)
+
+
+def attend_to_cache(
+    q_bsnh: jax.Array, keys_bkth: jax.Array, values_bkth: jax.Array, position_bs: jax.Array, rules: AxisRules
+) -> jax.Array:
+    """Softmax(q k / sqrt(H)) v over the slots up to each query's own, [B, S, N, H]; scores and softmax are float32."""
+    spec = rules.spec
+    b, s, heads, size = q_bsnh.shape
+    _, kv_heads, slots, _ = keys_bkth.shape
+    groups = heads // kv_heads
+    grouped = spec("batch", "sequence", "kv_heads", None, "head_size")
+    rows = spec("batch", "kv_heads", None, "head_size")
+    q_bskgh = _reshape(q_bsnh, (b, s, kv_heads, groups, size), grouped)
+    q_bkxh = _reshape(q_bskgh.transpose(0, 2, 3, 1, 4), (b, kv_heads, groups * s, size), rows)
+    scores_bkxt = einsum(
+        "bkxh,bkth->bkxt", q_bkxh, keys_bkth, out=spec("batch", "kv_heads", None, None), result_dtype="float32"
+    )
+    seen_bst = jnp.arange(slots, dtype=jnp.int32) <= position_bs[..., None]
+    seen_bxt = jnp.tile(seen_bst, (1, groups, 1))
+    scores_bkxt = jnp.where(seen_bxt[:, None], scores_bkxt * size**-0.5, -jnp.inf)  # slot 0 is always seen
+    weights_bkxt = jax.nn.softmax(scores_bkxt, axis=-1).astype(values_bkth.dtype)
+    mixed_bkxh = einsum("bkxt,bkth->bkxh", weights_bkxt, values_bkth, out=rows)
+    split = spec("batch", "kv_heads", None, "sequence", "head_size")
+    mixed_bkgsh = _reshape(mixed_bkxh, (b, kv_heads, groups, s, size), split)
+    whole = spec("batch", "sequence", "heads", "head_size")
+    return _reshape(mixed_bkgsh.transpose(0, 3, 1, 2, 4), q_bsnh.shape, whole)
+
+
+def _reshape(x: jax.Array, shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.Array:
+    return jax.lax.reshape(x, shape, out_sharding=spec) if active_mesh_axes() else jnp.reshape(x, shape)
