@@ -94,12 +94,17 @@ def decode_model(model: LanguageModel, *, donate: bool = False) -> DecodeModel:
 
     Args:
         model: a model, its parameters on the active mesh.
-        donate: give the model's memory up, so that its parameters exist once; it must not be used again.
+        donate: give the memory of the model's blocks up, so that they exist once; it must not be used again.
     """
-    make = _make_donating if donate else _make
-    return make(model)
+    made = _split(model)
+    if donate:
+        jax.block_until_ready(made)
+        for leaf in jax.tree.leaves(model.blocks):  # stacks of layers: no part of them is part of the result
+            leaf.delete()
+    return made
 
 
+@jax.jit
 def _split(model: LanguageModel) -> DecodeModel:
     config = model.config
 
@@ -121,7 +126,3 @@ def _split(model: LanguageModel) -> DecodeModel:
         for layer in range(config.num_hidden_layers)
     )
     return DecodeModel(outside=jax.tree.map(ready, outside), layers=layers)
-
-
-_make = jax.jit(_split)
-_make_donating = jax.jit(_split, donate_argnums=0)

@@ -180,6 +180,14 @@ def test_eight_devices(sizes: tuple[int, int, int]) -> None:
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
+def test_a_donated_model_is_gone_and_its_copy_complete() -> None:
+    model, prompts = random_model(TINY["llama"]), prompts_of(2)
+    expected = generate(decode_model(model), prompts, [GREEDY] * 2)[0]
+    made = decode_model(model, donate=True)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(model.blocks))
+    assert generate(made, prompts, [GREEDY] * 2)[0] == expected
+
+
 def test_no_program_is_compiled_twice(llama: Any) -> None:
     model = decode_model(llama)
     generate(model, prompts_of(4), [GREEDY] * 4, limits=[3, 4, 5, 6])
