@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from jaxtool.config import MeshConfig
-from jaxtool.decoding import KVCache, ToolTrie, decode_model, padded
-from jaxtool.decoding.beam_search import rank_tools
-from jaxtool.parallel import make_mesh, reshard
+from jaxtool.decoding import ToolTrie, decode_model, padded, prefill, rank_tools
+from jaxtool.parallel import make_mesh
 from tests.tiny_models import CONFIGS, logits, random_model
 
 END = 95
@@ -73,17 +72,7 @@ class Reference:
 
 def ranked(model: Any, trie: ToolTrie, prompts: Sequence[Sequence[int]], **options: Any) -> Any:
     made = decode_model(model)
-    tokens_bs, count_b = padded(prompts)
-
-    @jax.jit
-    def prefill(made: Any, tokens_bs: Any, count_b: Any) -> Any:
-        spec = made.rules.spec
-        tokens_bs, count_b = reshard(tokens_bs, spec("batch", None)), reshard(count_b, spec("batch"))
-        cache = KVCache.empty(made.config, made.rules, len(prompts), tokens_bs.shape[1])
-        hidden_bsd, cache = made.extend(tokens_bs, count_b, cache)
-        return jax.vmap(lambda hidden_sd, count: hidden_sd[count - 1])(hidden_bsd, count_b), cache
-
-    hidden_bd, cache = prefill(made, tokens_bs, count_b)
+    hidden_bd, cache = prefill(made, *padded(prompts))
     return jax.tree.map(np.asarray, rank_tools(made, trie, cache, hidden_bd, **options))
 
 
