@@ -1,6 +1,7 @@
-"""Decoding: cache, sampling, generation in steps, and the constraint that lets a model name only tools that exist."""
+"""Decoding: cache, sampling, generation in steps; the trie of tool ids and beam search over it."""
 
-from jaxtool.decoding.decode_model import DecodeModel, decode_model
+from jaxtool.decoding.beam_search import RankedTools, rank_tools
+from jaxtool.decoding.decode_model import DecodeModel, decode_model, prefill
 from jaxtool.decoding.generation import Rows, decode, forget, padded, read
 from jaxtool.decoding.kv_cache import KVCache
 from jaxtool.decoding.sampling import RowSampling, Sampling
@@ -11,6 +12,7 @@ __all__ = [
     "ROOT_NODE",
     "DecodeModel",
     "KVCache",
+    "RankedTools",
     "RowSampling",
     "Rows",
     "Sampling",
@@ -19,5 +21,7 @@ __all__ = [
     "decode_model",
     "forget",
     "padded",
+    "prefill",
+    "rank_tools",
     "read",
 ]

@@ -104,6 +104,28 @@ def decode_model(model: LanguageModel, *, donate: bool = False) -> DecodeModel:
     return made
 
 
+@jax.jit(static_argnames="slots")
+def prefill(
+    model: DecodeModel, tokens_bs: jax.Array, count_b: jax.Array, *, slots: int = 0
+) -> tuple[jax.Array, KVCache]:
+    """Reads prompts into a new cache.
+
+    Args:
+        model: the model.
+        tokens_bs: int32 ids [B, S], what lies behind a row's count of any value (see `padded`).
+        count_b: int32 [B], tokens of each prompt, at least 1.
+        slots: tokens that a row can hold (0: S).
+
+    Returns:
+        Final normed hidden states [B, D] of the prompts' last tokens, and the cache.
+    """
+    spec = model.rules.spec
+    tokens_bs, count_b = reshard(jnp.asarray(tokens_bs), spec("batch", None)), reshard(count_b, spec("batch"))
+    cache = KVCache.empty(model.config, model.rules, len(count_b), slots or tokens_bs.shape[1])
+    hidden_bsd, cache = model.extend(tokens_bs, count_b, cache)
+    return jax.vmap(lambda hidden_sd, count: hidden_sd.at[count - 1].get())(hidden_bsd, count_b), cache
+
+
 @jax.jit
 def _split(model: LanguageModel) -> DecodeModel:
     config = model.config
