@@ -25,6 +25,7 @@ from jaxtool.parallel.rendezvous import meet
 
 BARRIER_SECONDS = 300.0
 _LAST_WORDS_SECONDS = 5.0
+_HEAD_START_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +102,11 @@ def end_process(status: int) -> NoReturn:
     if status and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
-        # When the first process ends, jax ends the others: those that failed as well may first say so.
-        with contextlib.suppress(ValueError):
+        # When the first process ends, jax aborts the others: those that failed as well may first say so and end.
+        with contextlib.suppress(ValueError, RuntimeError):
             barrier("end of a failed run", timeout=_LAST_WORDS_SECONDS)
+            if jax.process_index() == 0:
+                time.sleep(_HEAD_START_SECONDS)
         os._exit(status)
     sys.exit(status)
 
