@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 
 from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.decoding.kv_cache import KVCache
-from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, IntArray, ToolTrie
+from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, ToolTrie, take
 from jaxtool.models.rotary import rotary_tables
-from jaxtool.parallel import active_mesh_axes, einsum, reshard
+from jaxtool.parallel import einsum, reshape, reshard
 
 NORMALIZE = ("full", "slice", "allowed")
 # Levels whose widest node has more children than this are steps of their own, so that others don't gather as many.
@@ -127,7 +127,16 @@ def rank_tools(
         keys=(empty,) * model.config.num_hidden_layers,
         values=(empty,) * model.config.num_hidden_layers,
     )
-    choose = _Chooser(model=model, trie=trie, reach_bn=reach_bn, beams=beams, normalize=normalize)
+    head_ad, bias_a = _head(model, trie)  # here, not in every turn of the loop
+    choose = _Chooser(
+        model=model,
+        trie=trie,
+        head_ad=head_ad,
+        bias_a=bias_a,
+        reach_bn=reach_bn,
+        beams=beams,
+        normalize=normalize,
+    )
     state = choose(state, hidden_bd[:, None], trie.level_children[0])
 
     depth, deepest = 1, trie.max_depth
@@ -170,6 +179,8 @@ class _Chooser:
 
     model: DecodeModel
     trie: ToolTrie
+    head_ad: jax.Array
+    bias_a: jax.Array | None
     reach_bn: jax.Array | None
     beams: int
     normalize: str
@@ -187,9 +198,7 @@ class _Chooser:
         grown_bmk = jnp.where(valid_bmk & open_bm1, state.score_bm[..., None] + log_probs_bmk, -jnp.inf)
         stay_bm1 = jnp.where(state.tool_bm >= 0, state.score_bm, -jnp.inf)[..., None]
         pool_bx = jnp.concatenate([grown_bmk, stay_bm1], axis=-1)
-        pool_bx = pool_bx.reshape(
-            len(pool_bx), m * (width + 1), out_sharding=self._rows(2) if active_mesh_axes() else None
-        )
+        pool_bx = reshape(pool_bx, (len(pool_bx), m * (width + 1)), self._rows(2))
         if pool_bx.shape[1] < self.beams:
             pool_bx = jnp.pad(pool_bx, ((0, 0), (0, self.beams - pool_bx.shape[1])), constant_values=-jnp.inf)
         score_bm, place_bm = jax.lax.top_k(pool_bx, self.beams)
@@ -197,39 +206,35 @@ class _Chooser:
         parent_bm = jnp.minimum(place_bm // (width + 1), m - 1)
         which_bm = place_bm % (width + 1)
 
-        def of_parent(x_bm: jax.Array) -> jax.Array:
+        def of_parent(x_bm: jax.Array) -> jax.Array:  # [B, M, ...]
             return jax.vmap(lambda x_m, parent_m: x_m.at[parent_m].get())(x_bm, parent_bm)
 
         stays_bm = which_bm == width
         pick = jax.vmap(lambda x_mk, parent_m, which_m: x_mk.at[parent_m, jnp.minimum(which_m, width - 1)].get())
         child_bm = jnp.where(stays_bm, of_parent(state.node_bm), pick(child_bmk, parent_bm, which_bm))
         child_bm = jnp.where(alive_bm, child_bm, DEAD_NODE)
-        end_bm = _at(trie.run_end, child_bm) if self.normalize == "allowed" and self.reach_bn is None else child_bm
-        tool_bm = _at(trie.node_tool, end_bm)
+        end_bm = take(trie.run_end, child_bm) if self.normalize == "allowed" and self.reach_bn is None else child_bm
+        tool_bm = take(trie.node_tool, end_bm)
         return _Beams(
             node_bm=child_bm,
             score_bm=score_bm,
             tool_bm=jnp.where(stays_bm, of_parent(state.tool_bm), tool_bm) * alive_bm - ~alive_bm,
             length_bm=of_parent(state.length_bm) + (~stays_bm & alive_bm),
-            token_bm=jnp.where(stays_bm, 0, _at(trie.alphabet, pick(column_bmk, parent_bm, which_bm))),
-            keys=self._moved(state.keys, parent_bm),
-            values=self._moved(state.values, parent_bm),
+            token_bm=jnp.where(stays_bm, 0, take(trie.alphabet, pick(column_bmk, parent_bm, which_bm))),
+            keys=tuple(map(of_parent, state.keys)),
+            values=tuple(map(of_parent, state.values)),
         )
 
     def _log_probs(self, hidden_bmd: jax.Array, column_bmk: jax.Array, valid_bmk: jax.Array) -> jax.Array:
         """float32 log-probabilities of the children; of any value where there is none."""
-        outside, alphabet = self.model.outside, jnp.asarray(self.trie.alphabet)
         gather = jax.vmap(jax.vmap(lambda x_v, at_k: x_v.at[at_k].get()))
         if self.normalize == "full":
-            logits_bmv = reshard(outside.logits(hidden_bmd), self._rows(3))
-            found_bmk = gather(logits_bmv, _at(alphabet, column_bmk))
+            logits_bmv = reshard(self.model.outside.logits(hidden_bmd), self._rows(3))
+            found_bmk = gather(logits_bmv, take(self.trie.alphabet, column_bmk))
             return found_bmk - jax.nn.logsumexp(logits_bmv, axis=-1, keepdims=True)
-        head_vd = reshard(outside.head_rows(), PartitionSpec(None, None))
-        head_ad = head_vd.at[alphabet].get().astype(hidden_bmd.dtype)
-        logits_bma = einsum("bmd,ad->bma", hidden_bmd, head_ad, out=self._rows(3), result_dtype="float32")
-        if outside.config.head_bias:
-            bias_v = reshard(outside.head_bias_v[...], PartitionSpec(None))
-            logits_bma += bias_v.at[alphabet].get().astype(jnp.float32)
+        logits_bma = einsum("bmd,ad->bma", hidden_bmd, self.head_ad, out=self._rows(3), result_dtype="float32")
+        if self.bias_a is not None:
+            logits_bma += self.bias_a
         found_bmk = gather(logits_bma, column_bmk)
         if self.normalize == "slice":
             return found_bmk - jax.nn.logsumexp(logits_bma, axis=-1, keepdims=True)
@@ -238,17 +243,18 @@ class _Chooser:
         masked_bmk = jnp.where(valid_bmk, found_bmk, jnp.where(any_bm1, -jnp.inf, 0.0))
         return found_bmk - jax.nn.logsumexp(masked_bmk, axis=-1, keepdims=True)
 
-    def _moved(self, layers: tuple[jax.Array, ...], parent_bm: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(jax.vmap(lambda x_m, parent_m: x_m.at[parent_m].get())(x, parent_bm) for x in layers)
-
     def _rows(self, axes: int) -> PartitionSpec:
         return self.model.rules.spec("batch", *[None] * (axes - 1))
 
 
-def _at(values: IntArray, index: jax.Array) -> jax.Array:
-    """Entries of a replicated array, laid out like the index."""
-    layout = jax.typeof(index).sharding.spec if active_mesh_axes() else None
-    return jnp.asarray(values).at[index].get(mode="clip", out_sharding=layout)
+def _head(model: DecodeModel, trie: ToolTrie) -> tuple[jax.Array, jax.Array | None]:
+    """The rows of the head for the tokens of the alphabet [A, D] and their bias [A], whole on every device."""
+    outside, alphabet = model.outside, jnp.asarray(trie.alphabet)
+    rows_ad = reshard(outside.head_rows(), PartitionSpec(None, None)).at[alphabet].get()
+    rows_ad = rows_ad.astype(model.config.compute_dtype)
+    if not model.config.head_bias:
+        return rows_ad, None
+    return rows_ad, reshard(outside.head_bias_v[...], PartitionSpec(None)).at[alphabet].get().astype(jnp.float32)
 
 
 def _read(model: DecodeModel, state: _Beams, cache: KVCache, step: jax.Array) -> tuple[jax.Array, _Beams]:

@@ -84,8 +84,7 @@ class DecodeModel:
 
     def last_logits(self, hidden_bsd: jax.Array, count_b: jax.Array) -> jax.Array:
         """float32 logits [B, V] behind the last of `count_b` tokens of each row (at least 1)."""
-        last_bd = jax.vmap(lambda hidden_sd, count: hidden_sd.at[count - 1].get())(hidden_bsd, count_b)
-        logits_bv = self.outside.logits(last_bd[:, None])[:, 0]
+        logits_bv = self.outside.logits(_last(hidden_bsd, count_b)[:, None])[:, 0]
         return reshard(logits_bv, self.rules.spec("batch", None))  # what chooses needs all columns
 
 
@@ -123,7 +122,11 @@ def prefill(
     tokens_bs, count_b = reshard(jnp.asarray(tokens_bs), spec("batch", None)), reshard(count_b, spec("batch"))
     cache = KVCache.empty(model.config, model.rules, len(count_b), slots or tokens_bs.shape[1])
     hidden_bsd, cache = model.extend(tokens_bs, count_b, cache)
-    return jax.vmap(lambda hidden_sd, count: hidden_sd.at[count - 1].get())(hidden_bsd, count_b), cache
+    return _last(hidden_bsd, count_b), cache
+
+
+def _last(hidden_bsd: jax.Array, count_b: jax.Array) -> jax.Array:
+    return jax.vmap(lambda hidden_sd, count: hidden_sd.at[count - 1].get())(hidden_bsd, count_b)
 
 
 @jax.jit

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtool.models import LanguageModelConfig
-from jaxtool.parallel import AxisRules, active_mesh_axes, einsum, reshard
+from jaxtool.parallel import AxisRules, einsum, reshape, reshard
 
 _LAYER = ("batch", "kv_heads", None, "head_size")
 
@@ -69,8 +69,8 @@ def attend_to_cache(
     groups = heads // kv_heads
     grouped = spec("batch", "sequence", "kv_heads", None, "head_size")
     rows = spec("batch", "kv_heads", None, "head_size")
-    q_bskgh = _reshape(q_bsnh, (b, s, kv_heads, groups, size), grouped)
-    q_bkxh = _reshape(q_bskgh.transpose(0, 2, 3, 1, 4), (b, kv_heads, groups * s, size), rows)
+    q_bskgh = reshape(q_bsnh, (b, s, kv_heads, groups, size), grouped)
+    q_bkxh = reshape(q_bskgh.transpose(0, 2, 3, 1, 4), (b, kv_heads, groups * s, size), rows)
     scores_bkxt = einsum(
         "bkxh,bkth->bkxt", q_bkxh, keys_bkth, out=spec("batch", "kv_heads", None, None), result_dtype="float32"
     )
@@ -80,10 +80,6 @@ def attend_to_cache(
     weights_bkxt = jax.nn.softmax(scores_bkxt, axis=-1).astype(values_bkth.dtype)
     mixed_bkxh = einsum("bkxt,bkth->bkxh", weights_bkxt, values_bkth, out=rows)
     split = spec("batch", "kv_heads", None, "sequence", "head_size")
-    mixed_bkgsh = _reshape(mixed_bkxh, (b, kv_heads, groups, s, size), split)
+    mixed_bkgsh = reshape(mixed_bkxh, (b, kv_heads, groups, s, size), split)
     whole = spec("batch", "sequence", "heads", "head_size")
-    return _reshape(mixed_bkgsh.transpose(0, 3, 1, 2, 4), q_bsnh.shape, whole)
-
-
-def _reshape(x: jax.Array, shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> jax.Array:
-    return jax.lax.reshape(x, shape, out_sharding=spec) if active_mesh_axes() else jnp.reshape(x, shape)
+    return reshape(mixed_bkgsh.transpose(0, 3, 1, 2, 4), q_bsnh.shape, whole)

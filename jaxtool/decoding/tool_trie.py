@@ -222,10 +222,10 @@ class ToolTrie:
             Their columns int32 [.., K], nodes int32 [.., K] and bool [.., K], which of them exist; those that don't
             have column 0 and the dead node.
         """
-        start, end = _take(self.child_start, node), _take(self.child_start, node + 1)
+        start, end = take(self.child_start, node), take(self.child_start, node + 1)
         edge = start[..., None] + jnp.arange(width, dtype=jnp.int32)
         valid = edge < end[..., None]
-        column = jnp.where(valid, _take(self.child_column, edge), 0)
+        column = jnp.where(valid, take(self.child_column, edge), 0)
         return column, jnp.where(valid, edge + _FIRST_CHILD, DEAD_NODE), valid
 
     def child_of(self, node: jax.Array, token: jax.Array) -> jax.Array:
@@ -240,7 +240,7 @@ class ToolTrie:
             right = self._edge_token(middle) < token  # may read past the row, but what passed its end isn't found
             return jnp.where(right, middle + 1, low), jnp.where(right, high, middle)
 
-        start, end = _take(self.child_start, node), _take(self.child_start, node + 1)
+        start, end = take(self.child_start, node), take(self.child_start, node + 1)
         low, _ = jax.lax.fori_loop(0, self.max_children.bit_length(), halve, (start, end))
         found = (low < end) & (self._edge_token(low) == token)
         return jnp.where(found, low + _FIRST_CHILD, DEAD_NODE)
@@ -264,13 +264,13 @@ class ToolTrie:
         return ends > jnp.take(before, jnp.asarray(self.first_leaf), axis=-1, mode="clip")
 
     def _edge_token(self, edge: jax.Array) -> jax.Array:
-        return _take(self.alphabet, _take(self.child_column, edge))
+        return take(self.alphabet, take(self.child_column, edge))
 
     def _host_rows(self) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
         return np.asarray(self.child_start), np.asarray(self.child_column), np.asarray(self.alphabet)
 
 
-def _take(values: IntArray, index: jax.Array) -> jax.Array:
+def take(values: IntArray, index: jax.Array) -> jax.Array:
     """Entries of a replicated array; laid out like the index, which need not be replicated."""
     index = jnp.asarray(index)
     layout = jax.typeof(index).sharding.spec if active_mesh_axes() else None

@@ -9,9 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
-from jaxtool.parallel import AxisRules, active_mesh_axes, einsum
+from jaxtool.parallel import AxisRules, einsum, reshape
 
 SHARED_PREFIX = -1  # segment of tokens that all segments behind them in the row see, as if each began with them
 
@@ -54,7 +53,7 @@ def attend_in_blocks(
     def cut(x_bs: jax.Array, *axes: str) -> jax.Array:
         padded = jnp.pad(x_bs, [(0, 0), (0, missing), *[(0, 0)] * (x_bs.ndim - 2)])
         shape = (b, blocks, block, *x_bs.shape[2:])
-        return jnp.moveaxis(_reshape(padded, shape, rules.spec("batch", None, "sequence", *axes)), 1, 0)
+        return jnp.moveaxis(reshape(padded, shape, rules.spec("batch", None, "sequence", *axes)), 1, 0)
 
     @jax.checkpoint
     def attend_block(keys: jax.Array, values: jax.Array, of_block: tuple[jax.Array, ...]) -> jax.Array:
@@ -67,7 +66,7 @@ def attend_in_blocks(
 
     of_blocks = (cut(q_bsnh, "heads", "head_size"), cut(segment_ids_bs), jnp.arange(blocks) * block)
     _, mixed_xbsnh = jax.lax.scan(step, None, of_blocks)
-    mixed_bsnh = _reshape(jnp.moveaxis(mixed_xbsnh, 0, 1), (b, blocks * block, n, h), rules.spec(*_QUERY))
+    mixed_bsnh = reshape(jnp.moveaxis(mixed_xbsnh, 0, 1), (b, blocks * block, n, h), rules.spec(*_QUERY))
     return mixed_bsnh[:, :s]
 
 
@@ -106,8 +105,8 @@ def _attend(
     kv_heads = k_btkh.shape[2]
     groups = heads // kv_heads
     rows = spec("batch", "kv_heads", None, "head_size")
-    q_bskgh = _reshape(q_bsnh, (b, s, kv_heads, groups, size), spec(*_GROUPED))
-    q_bkxh = _reshape(q_bskgh.transpose(0, 2, 3, 1, 4), (b, kv_heads, groups * s, size), rows)
+    q_bskgh = reshape(q_bsnh, (b, s, kv_heads, groups, size), spec(*_GROUPED))
+    q_bkxh = reshape(q_bskgh.transpose(0, 2, 3, 1, 4), (b, kv_heads, groups * s, size), rows)
     scores_bkxt = einsum(
         "bkxh,bkht->bkxt",
         q_bkxh,
@@ -120,9 +119,5 @@ def _attend(
     weights_bkxt = checkpoint_name(jax.nn.softmax(scores_bkxt, axis=-1).astype(v_btkh.dtype), weights_name)
     mixed_bkxh = einsum("bkxt,bkth->bkxh", weights_bkxt, v_btkh.transpose(0, 2, 1, 3), out=rows)
     split = spec("batch", "kv_heads", None, "sequence", "head_size")
-    mixed_bkgsh = _reshape(mixed_bkxh, (b, kv_heads, groups, s, size), split)
-    return _reshape(mixed_bkgsh.transpose(0, 3, 1, 2, 4), q_bsnh.shape, spec(*_QUERY))
-
-
-def _reshape(x: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
-    return jax.lax.reshape(x, shape, out_sharding=spec) if active_mesh_axes() else jnp.reshape(x, shape)
+    mixed_bkgsh = reshape(mixed_bkxh, (b, kv_heads, groups, s, size), split)
+    return reshape(mixed_bkgsh.transpose(0, 3, 1, 2, 4), q_bsnh.shape, spec(*_QUERY))

@@ -13,7 +13,7 @@ from jaxtool.parallel.distributed import (
     published,
     start_processes,
 )
-from jaxtool.parallel.mesh import MESH_AXES, active_mesh_axes, check_mesh, einsum, make_mesh, reshard
+from jaxtool.parallel.mesh import MESH_AXES, active_mesh_axes, check_mesh, einsum, make_mesh, reshape, reshard
 
 __all__ = [
     "BARRIER_SECONDS",
@@ -31,6 +31,7 @@ __all__ = [
     "process_names",
     "publish",
     "published",
+    "reshape",
     "reshard",
     "start_processes",
 ]

@@ -59,6 +59,11 @@ def reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.sharding.reshard(x, spec) if active_mesh_axes() else x
 
 
+def reshape(x: jax.Array, shape: tuple[int, ...], spec: PartitionSpec) -> jax.Array:
+    """`x` in another shape, laid out as `spec` on the active mesh, if there is one."""
+    return jax.lax.reshape(x, shape, out_sharding=spec if active_mesh_axes() else None)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
 def _contract(equation: str, x: jax.Array, y: jax.Array, out: PartitionSpec, dtype: str | None) -> jax.Array:
     sharding = out if active_mesh_axes() else None
@@ -97,11 +102,8 @@ def _contract_backward(
 
 def _merged(x: jax.Array) -> jax.Array:
     """[B, S, ...] -> [B x S, ...], cut like B; S is whole on every device."""
-    shape = (x.shape[0] * x.shape[1], *x.shape[2:])
-    if not active_mesh_axes():
-        return x.reshape(shape)
-    spec = jax.typeof(x).sharding.spec
-    return jax.lax.reshape(x, shape, out_sharding=PartitionSpec(spec[0], *spec[2:]))
+    batch, _, *rest = jax.typeof(x).sharding.spec
+    return reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:]), PartitionSpec(batch, *rest))
 
 
 _contract.defvjp(_contract_forward, _contract_backward)

@@ -22,22 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from smollm2_shape import SHAPE  # beside this script
 
 from jaxtool.decoding import DecodeModel, Rows, RowSampling, Sampling, decode, decode_model, read
 from jaxtool.models import Llama, LlamaConfig
-
-SHAPE: dict[str, Any] = {  # of SmolLM2-135M
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1_536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "max_position_embeddings": 8_192,
-    "rope_theta": 100_000.0,
-    "tie_word_embeddings": True,
-}
 
 
 def ours(model: DecodeModel, prompts_bs: np.ndarray, new: int) -> Callable[[], np.ndarray]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from smollm2_shape import SHAPE  # beside this script
 
 ROOT = Path(__file__).parents[2]
 BATCH = 16
@@ -35,18 +36,6 @@ TOOL_ROWS = 46_985
 # Memory in large pages, for all systems: faulting in gigabytes of small ones takes a quarter of a step.
 LARGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 PEERS = ("torch", "torch_grouped", "torch_sliced")
-SHAPE: dict[str, Any] = {  # of SmolLM2-135M
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 1_536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "max_position_embeddings": 8_192,
-    "rope_theta": 100_000.0,
-    "tie_word_embeddings": True,
-}
 
 
 def samples(folder: str, count: int) -> list[Any]:
