@@ -277,7 +277,7 @@ def _read(model: DecodeModel, state: _Beams, cache: KVCache, step: jax.Array) ->
             q_bmkgh = q_bmnh.reshape(b, m, kv, -1, q_bmnh.shape[-1])
             scale = q_bmnh.shape[-1] ** -0.5
             of_prompt = jnp.einsum(
-                "bmkgh,bkth->bmkgt", q_bmkgh, cache.keys_bkth[number], preferred_element_type="float32"
+                "bmkgh,bkht->bmkgt", q_bmkgh, cache.keys_bkht[number], preferred_element_type="float32"
             )
             of_own = jnp.einsum("bmkgh,bmkth->bmkgt", q_bmkgh, keys[-1], preferred_element_type="float32")
             of_prompt = jnp.where(seen_bt[:, None, None, None], of_prompt * scale, -jnp.inf)

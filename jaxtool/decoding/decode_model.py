@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxtool.decoding.kv_cache import KVCache, attend_to_cache, write
-from jaxtool.models import LanguageModel, LanguageModelConfig
+from jaxtool.decoding.kv_cache import KVCache, attend_to_cache, write_keys, write_values
+from jaxtool.models import LanguageModel, LanguageModelConfig, without_lora
+from jaxtool.models.fused_projections import fuse
 from jaxtool.models.language_model import DecoderBlock
 from jaxtool.models.rotary import rotary_tables
 from jaxtool.parallel import AxisRules, active_mesh_axes, reshard
@@ -22,7 +23,7 @@ from jaxtool.parallel import AxisRules, active_mesh_axes, reshard
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class DecodeModel:
-    """A pytree that jitted functions take as an argument.
+    """A pytree that jitted functions take as an argument. Low-rank updates are merged, projections fused.
 
     Attributes:
         outside: the model without its blocks: embedding, final norm, head.
@@ -65,7 +66,7 @@ class DecodeModel:
         x_bsd = self.outside.embed(jnp.where(read_bs, tokens_bs, 0))
         rotary = rotary_tables(position_bs, self.config.frequencies())
         keys, values = [], []
-        for layer, old_keys, old_values in zip(self.layers, cache.keys_bkth, cache.values_bkth, strict=True):
+        for layer, old_keys, old_values in zip(self.layers, cache.keys_bkht, cache.values_bkth, strict=True):
 
             def attend(
                 q_bsnh: jax.Array,
@@ -74,12 +75,12 @@ class DecodeModel:
                 old_keys: jax.Array = old_keys,
                 old_values: jax.Array = old_values,
             ) -> jax.Array:
-                keys.append(write(old_keys, k_bskh, slot_bs))
-                values.append(write(old_values, v_bskh, slot_bs))
+                keys.append(write_keys(old_keys, k_bskh, slot_bs))
+                values.append(write_values(old_values, v_bskh, slot_bs))
                 return attend_to_cache(q_bsnh, keys[-1], values[-1], position_bs, self.rules)
 
             x_bsd = layer(x_bsd, attend, rotary)
-        cache = KVCache(keys_bkth=tuple(keys), values_bkth=tuple(values), length_b=cache.length_b + count_b)
+        cache = KVCache(keys_bkht=tuple(keys), values_bkth=tuple(values), length_b=cache.length_b + count_b)
         return self.outside.final_norm(x_bsd), cache
 
     def last_logits(self, hidden_bsd: jax.Array, count_b: jax.Array) -> jax.Array:
@@ -131,6 +132,7 @@ def _last(hidden_bsd: jax.Array, count_b: jax.Array) -> jax.Array:
 
 @jax.jit
 def _split(model: LanguageModel) -> DecodeModel:
+    model = without_lora(model)
     config = model.config
 
     def ready(x: jax.Array) -> jax.Array:
@@ -147,7 +149,7 @@ def _split(model: LanguageModel) -> DecodeModel:
     outside = copy.copy(model)
     del outside.blocks
     layers = tuple(
-        jax.tree.map(lambda x, layer=layer: whole(ready(x[layer])), model.blocks)
+        fuse(jax.tree.map(lambda x, layer=layer: whole(ready(x[layer])), model.blocks))
         for layer in range(config.num_hidden_layers)
     )
     return DecodeModel(outside=jax.tree.map(ready, outside), layers=layers)

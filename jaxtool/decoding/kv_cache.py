@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jaxtool.models import LanguageModelConfig
 from jaxtool.parallel import AxisRules, einsum, reshape, reshard
 
-_LAYER = ("batch", "kv_heads", None, "head_size")
+_KEYS = ("batch", "kv_heads", "head_size", None)
+_VALUES = ("batch", "kv_heads", None, "head_size")
 
 
 @jax.tree_util.register_dataclass
@@ -22,36 +23,50 @@ _LAYER = ("batch", "kv_heads", None, "head_size")
 class KVCache:
     """Keys and values of B rows with T slots each. Keys are kept rotated.
 
+    Keys and values lie in the order in which attention reads them: in both products the long axis of the result is the
+    last one of the cache, which takes half the time on CPUs.
+
     Attributes:
-        keys_bkth: one array [B, K, T, H] for each layer, in the compute dtype.
-        values_bkth: the same.
+        keys_bkht: one array [B, K, H, T] for each layer, in the compute dtype.
+        values_bkth: one array [B, K, T, H] for each layer.
         length_b: int32, tokens that each row holds.
     """
 
-    keys_bkth: tuple[jax.Array, ...]
+    keys_bkht: tuple[jax.Array, ...]
     values_bkth: tuple[jax.Array, ...]
     length_b: jax.Array
 
     @classmethod
     def empty(cls, config: LanguageModelConfig, rules: AxisRules, rows: int, slots: int) -> KVCache:
         """A cache without tokens, laid out over the active mesh, for use inside jit. Takes 2 L B K T H numbers."""
-        shape = (rows, config.kv_heads, slots, config.head_dim)
 
-        def zeros() -> tuple[jax.Array, ...]:
-            empty = jnp.zeros(shape, config.compute_dtype)
-            return tuple(reshard(empty, rules.spec(*_LAYER)) for _ in range(config.num_hidden_layers))
+        def zeros(axes: tuple[str | None, ...], *shape: int) -> tuple[jax.Array, ...]:
+            empty = jnp.zeros((rows, config.kv_heads, *shape), config.compute_dtype)
+            return tuple(reshard(empty, rules.spec(*axes)) for _ in range(config.num_hidden_layers))
 
-        lengths = reshard(jnp.zeros(rows, jnp.int32), rules.spec("batch"))
-        return cls(keys_bkth=zeros(), values_bkth=zeros(), length_b=lengths)
+        return cls(
+            keys_bkht=zeros(_KEYS, config.head_dim, slots),
+            values_bkth=zeros(_VALUES, slots, config.head_dim),
+            length_b=reshard(jnp.zeros(rows, jnp.int32), rules.spec("batch")),
+        )
 
     @property
     def slots(self) -> int:
         """Tokens that a row can hold, T."""
-        return self.keys_bkth[0].shape[2]
+        return self.values_bkth[0].shape[2]
 
 
-def write(cache_bkth: jax.Array, new_bskh: jax.Array, slot_bs: jax.Array) -> jax.Array:
-    """The keys or values of a layer with new ones in the given slots; slots that don't exist are left out."""
+def write_keys(cache_bkht: jax.Array, new_bskh: jax.Array, slot_bs: jax.Array) -> jax.Array:
+    """The keys of a layer with new ones in the given slots; slots that don't exist are left out."""
+
+    def row(cache_kht: jax.Array, new_skh: jax.Array, slot_s: jax.Array) -> jax.Array:
+        return cache_kht.at[:, :, slot_s].set(new_skh.transpose(1, 2, 0), mode="drop", wrap_negative_indices=False)
+
+    return jax.vmap(row)(cache_bkht, new_bskh, slot_bs)
+
+
+def write_values(cache_bkth: jax.Array, new_bskh: jax.Array, slot_bs: jax.Array) -> jax.Array:
+    """The values of a layer with new ones in the given slots; slots that don't exist are left out."""
 
     def row(cache_kth: jax.Array, new_skh: jax.Array, slot_s: jax.Array) -> jax.Array:
         return cache_kth.at[:, slot_s].set(new_skh.swapaxes(0, 1), mode="drop", wrap_negative_indices=False)
@@ -60,19 +75,19 @@ def write(cache_bkth: jax.Array, new_bskh: jax.Array, slot_bs: jax.Array) -> jax
 
 
 def attend_to_cache(
-    q_bsnh: jax.Array, keys_bkth: jax.Array, values_bkth: jax.Array, position_bs: jax.Array, rules: AxisRules
+    q_bsnh: jax.Array, keys_bkht: jax.Array, values_bkth: jax.Array, position_bs: jax.Array, rules: AxisRules
 ) -> jax.Array:
     """Softmax(q k / sqrt(H)) v over the slots up to each query's own, [B, S, N, H]; scores and softmax are float32."""
     spec = rules.spec
     b, s, heads, size = q_bsnh.shape
-    _, kv_heads, slots, _ = keys_bkth.shape
+    _, kv_heads, slots, _ = values_bkth.shape
     groups = heads // kv_heads
     grouped = spec("batch", "sequence", "kv_heads", None, "head_size")
     rows = spec("batch", "kv_heads", None, "head_size")
     q_bskgh = reshape(q_bsnh, (b, s, kv_heads, groups, size), grouped)
     q_bkxh = reshape(q_bskgh.transpose(0, 2, 3, 1, 4), (b, kv_heads, groups * s, size), rows)
     scores_bkxt = einsum(
-        "bkxh,bkth->bkxt", q_bkxh, keys_bkth, out=spec("batch", "kv_heads", None, None), result_dtype="float32"
+        "bkxh,bkht->bkxt", q_bkxh, keys_bkht, out=spec("batch", "kv_heads", None, None), result_dtype="float32"
     )
     seen_bst = jnp.arange(slots, dtype=jnp.int32) <= position_bs[..., None]
     seen_bxt = jnp.tile(seen_bst, (1, groups, 1))

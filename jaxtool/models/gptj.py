@@ -43,6 +43,7 @@ class GPTJConfig(LanguageModelConfig):
 
     architecture: ClassVar[str] = "gptj"
     head_bias: ClassVar[bool] = True
+    fused_projections: ClassVar[tuple[tuple[str, ...], ...]] = (("query", "key", "value"),)
     projections: ClassVar[Mapping[str, Projection]] = {
         "query": Projection(letters="dnh", axes=("embed", "heads", "head_size")),
         "key": Projection(letters="dnh", axes=("embed", "heads", "head_size")),
@@ -89,9 +90,10 @@ class GPTJBlock(DecoderBlock):
 
     def _attention(self, x_bsd: jax.Array, attend: Attend, rotary: Rotary) -> jax.Array:
         with jax.named_scope("attention"):
-            q_bsnh = checkpoint_name(rotate_interleaved(self.project("query", x_bsd), *rotary), "kept")
-            k_bsnh = checkpoint_name(rotate_interleaved(self.project("key", x_bsd), *rotary), "kept")
-            v_bsnh = checkpoint_name(self.project("value", x_bsd), "kept")
+            q_bsnh, k_bsnh, v_bsnh = self.project_all(("query", "key", "value"), x_bsd)
+            q_bsnh = checkpoint_name(rotate_interleaved(q_bsnh, *rotary), "kept")
+            k_bsnh = checkpoint_name(rotate_interleaved(k_bsnh, *rotary), "kept")
+            v_bsnh = checkpoint_name(v_bsnh, "kept")
             mixed_bsnh = attend(q_bsnh, k_bsnh, v_bsnh)
             return self.project("output", mixed_bsnh)
 

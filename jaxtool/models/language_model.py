@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxtool.models.attention import IMPLEMENTATIONS, attention
 from jaxtool.models.cudnn_attention import CUDNN_DTYPES
+from jaxtool.models.fused_projections import project_fused
 from jaxtool.models.rotary import rotary_tables
 from jaxtool.models.tool_rows import ToolBlock, ToolRows, look_up, take_rows
 from jaxtool.parallel import AxisRules, active_mesh_axes, check_mesh, einsum, reshard
@@ -77,6 +78,8 @@ class LanguageModelConfig:
     architecture: ClassVar[str]
     projections: ClassVar[Mapping[str, Projection]]
     head_bias: ClassVar[bool] = False
+    # Projections that read the same input, which decoding computes as one.
+    fused_projections: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     vocab_size: int
     hidden_size: int
@@ -217,9 +220,19 @@ class DecoderBlock(nnx.Module):
                 setattr(self, second, nnx.Param(zero, out_sharding=sharding))
         self.config = config
         self.rules = rules
+        self.fused = False
+
+    def project_all(self, names: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+        """x [B, S, inputs] through each of the projections, [B, S, outputs] in the compute dtype."""
+        if self.fused:
+            return project_fused(self, names, x)
+        return tuple(self._project(name, x) for name in names)
 
     def project(self, name: str, x: jax.Array) -> jax.Array:
         """x [B, S, inputs] through the projection `name`, [B, S, outputs] in the compute dtype."""
+        return self.project_all((name,), x)[0]
+
+    def _project(self, name: str, x: jax.Array) -> jax.Array:
         projection = self.config.projections[name]
         letters, axes, inputs = projection.letters, projection.axes, projection.inputs
         out = self.rules.spec(

@@ -43,6 +43,7 @@ class LlamaConfig(LanguageModelConfig):
     """
 
     architecture: ClassVar[str] = "llama"
+    fused_projections: ClassVar[tuple[tuple[str, ...], ...]] = (("query", "key", "value"), ("gate", "up"))
     projections: ClassVar[Mapping[str, Projection]] = {
         "query": Projection(letters="dnh", axes=("embed", "heads", "head_size")),
         "key": Projection(letters="dkh", axes=("embed", "kv_heads", "head_size")),
@@ -101,8 +102,8 @@ class LlamaBlock(DecoderBlock):
 
     def _attention(self, x_bsd: jax.Array, attend: Attend, rotary: Rotary) -> jax.Array:
         with jax.named_scope("attention"):
-            q_bsnh, k_bskh = self.project("query", x_bsd), self.project("key", x_bsd)
-            v_bskh = checkpoint_name(self.project("value", x_bsd), "kept")
+            q_bsnh, k_bskh, v_bskh = self.project_all(("query", "key", "value"), x_bsd)
+            v_bskh = checkpoint_name(v_bskh, "kept")
             if self.config.qk_norm:
                 q_bsnh, k_bskh = checkpoint_name(q_bsnh, "kept"), checkpoint_name(k_bskh, "kept")
                 q_bsnh = rms_norm(q_bsnh, self.query_norm_h[...], self.config.rms_norm_eps)
@@ -114,8 +115,7 @@ class LlamaBlock(DecoderBlock):
 
     def _mlp(self, x_bsd: jax.Array) -> jax.Array:
         with jax.named_scope("mlp"):
-            gate_bsf = checkpoint_name(self.project("gate", x_bsd), "kept")
-            up_bsf = checkpoint_name(self.project("up", x_bsd), "kept")
+            gate_bsf, up_bsf = (checkpoint_name(y, "kept") for y in self.project_all(("gate", "up"), x_bsd))
             return self.project("down", jax.nn.silu(gate_bsf) * up_bsf)
 
 

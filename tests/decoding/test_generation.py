@@ -174,7 +174,7 @@ def test_eight_devices(sizes: tuple[int, int, int]) -> None:
     mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], model=sizes[2]))
     with jax.set_mesh(mesh):
         tokens, found, state = generate(decode_model(random_model(config, mesh=mesh)), prompts, sampling)
-        assert state.cache.keys_bkth[0].sharding.spec[0] is not None
+        assert state.cache.keys_bkht[0].sharding.spec[0] is not None
     assert tokens == expected[0]
     for one, other in zip(found, expected[1], strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4)
