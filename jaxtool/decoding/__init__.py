@@ -1,15 +1,20 @@
 """Decoding: cache, sampling, generation in steps; the trie of tool ids and beam search over it."""
 
 from jaxtool.decoding.beam_search import RankedTools, rank_tools
+from jaxtool.decoding.capture import Capture
+from jaxtool.decoding.constraint import Constraint
 from jaxtool.decoding.decode_model import DecodeModel, decode_model, prefill
-from jaxtool.decoding.generation import Rows, decode, forget, padded, read
+from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.kv_cache import KVCache
+from jaxtool.decoding.rows import Rows, constrain, forget, resize, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, ToolTrie
 
 __all__ = [
     "DEAD_NODE",
     "ROOT_NODE",
+    "Capture",
+    "Constraint",
     "DecodeModel",
     "KVCache",
     "RankedTools",
@@ -17,6 +22,7 @@ __all__ = [
     "Rows",
     "Sampling",
     "ToolTrie",
+    "constrain",
     "decode",
     "decode_model",
     "forget",
@@ -24,4 +30,6 @@ __all__ = [
     "prefill",
     "rank_tools",
     "read",
+    "resize",
+    "stop",
 ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxtool.decoding.capture import Capture, last_token
 from jaxtool.decoding.kv_cache import KVCache, attend_to_cache, write_keys, write_values
 from jaxtool.models import LanguageModel, LanguageModelConfig, without_lora
 from jaxtool.models.fused_projections import fuse
@@ -58,6 +59,20 @@ class DecodeModel:
         Returns:
             Final normed hidden states [B, S, D], of any value behind a row's count, and the cache.
         """
+        hidden_bsd, cache, _ = self.extend_captured(tokens_bs, count_b, cache, None)
+        return hidden_bsd, cache
+
+    def extend_captured(
+        self, tokens_bs: jax.Array, count_b: jax.Array, cache: KVCache, capture: Capture | None
+    ) -> tuple[jax.Array, KVCache, tuple[jax.Array, ...]]:
+        """As `extend`, and what is captured of each block of what is read, [B, D] each ([B, S, D] of all tokens)."""
+        blocks = capture.chosen(self.config.num_hidden_layers) if capture else ()
+        captured: list[jax.Array] = []
+
+        def tap(block: int, x_bsd: jax.Array) -> None:
+            if capture is not None and block in blocks:
+                captured.append(capture.reduced(x_bsd, count_b))
+
         place_s = jnp.arange(tokens_bs.shape[1], dtype=jnp.int32)
         position_bs = cache.length_b[:, None] + place_s
         read_bs = place_s < count_b[:, None]
@@ -65,8 +80,10 @@ class DecodeModel:
         # Ids behind the count may be anything; those without a row of the embedding would be NaN, and reach all slots.
         x_bsd = self.outside.embed(jnp.where(read_bs, tokens_bs, 0))
         rotary = rotary_tables(position_bs, self.config.frequencies())
+        tap(0, x_bsd)
         keys, values = [], []
-        for layer, old_keys, old_values in zip(self.layers, cache.keys_bkht, cache.values_bkth, strict=True):
+        caches = zip(self.layers, cache.keys_bkht, cache.values_bkth, strict=True)
+        for number, (layer, old_keys, old_values) in enumerate(caches, start=1):
 
             def attend(
                 q_bsnh: jax.Array,
@@ -80,12 +97,16 @@ class DecodeModel:
                 return attend_to_cache(q_bsnh, keys[-1], values[-1], position_bs, self.rules)
 
             x_bsd = layer(x_bsd, attend, rotary)
+            if number < len(self.layers):
+                tap(number, x_bsd)
+        hidden_bsd = self.outside.final_norm(x_bsd)
+        tap(len(self.layers), hidden_bsd)
         cache = KVCache(keys_bkht=tuple(keys), values_bkth=tuple(values), length_b=cache.length_b + count_b)
-        return self.outside.final_norm(x_bsd), cache
+        return hidden_bsd, cache, tuple(captured)
 
     def last_logits(self, hidden_bsd: jax.Array, count_b: jax.Array) -> jax.Array:
         """float32 logits [B, V] behind the last of `count_b` tokens of each row (at least 1)."""
-        logits_bv = self.outside.logits(_last(hidden_bsd, count_b)[:, None])[:, 0]
+        logits_bv = self.outside.logits(last_token(hidden_bsd, count_b)[:, None])[:, 0]
         return reshard(logits_bv, self.rules.spec("batch", None))  # what chooses needs all columns
 
 
@@ -123,11 +144,7 @@ def prefill(
     tokens_bs, count_b = reshard(jnp.asarray(tokens_bs), spec("batch", None)), reshard(count_b, spec("batch"))
     cache = KVCache.empty(model.config, model.rules, len(count_b), slots or tokens_bs.shape[1])
     hidden_bsd, cache = model.extend(tokens_bs, count_b, cache)
-    return _last(hidden_bsd, count_b), cache
-
-
-def _last(hidden_bsd: jax.Array, count_b: jax.Array) -> jax.Array:
-    return jax.vmap(lambda hidden_sd, count: hidden_sd.at[count - 1].get())(hidden_bsd, count_b)
+    return last_token(hidden_bsd, count_b), cache
 
 
 @jax.jit

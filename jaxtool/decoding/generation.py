@@ -1,106 +1,42 @@
 """Free generation in steps that callers put together: read tokens into rows, decode until something happens, go on.
 
 All rows share a cache and a compiled loop; each has its own prompt, settings, limit and end. A row that has ended waits
-until it is given something to read: the response of a tool, or another prompt.
+until it is given something to read: the response of a tool, or another prompt. The rows themselves are in `rows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtool.decoding.capture import Capture, stacked
+from jaxtool.decoding.constraint import Constraint
 from jaxtool.decoding.decode_model import DecodeModel
-from jaxtool.decoding.kv_cache import KVCache
+from jaxtool.decoding.rows import Rows, by_row, put_rows, take_rows
 from jaxtool.decoding.sampling import RowSampling, choose, penalised
-from jaxtool.models import LanguageModelConfig
-from jaxtool.parallel import AxisRules, reshard
-
-Arrays = TypeVar("Arrays")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """B rows between two calls. Functions that take it take it over: it must not be used again.
-
-    Attributes:
-        cache: keys and values of what each row has read.
-        tokens_bn: int32 [B, N], the tokens that were generated, in order; the last one has not been read yet.
-        log_probs_bn: float32, their log-probabilities under the model, before temperature, filters and penalty.
-        count_b: int32, how many there are.
-        active_b: bool, whether the row goes on when decoded.
-        seen_bv: bool, the tokens that each row holds; [B, 0] if no row has a repetition penalty.
-    """
-
-    cache: KVCache
-    tokens_bn: jax.Array
-    log_probs_bn: jax.Array
-    count_b: jax.Array
-    active_b: jax.Array
-    seen_bv: jax.Array
-
-    @classmethod
-    def empty(cls, model: DecodeModel, *, rows: int, slots: int, most: int, penalty: bool = False) -> Rows:
-        """Rows that hold nothing yet.
-
-        Args:
-            model: whose cache it is.
-            rows: B.
-            slots: tokens that a row can read, T: prompt, generated tokens and what is appended.
-            most: tokens that a row can generate, N.
-            penalty: whether any row will have a repetition penalty.
-        """
-        return _empty(model.config, model.rules, rows, slots, most, penalty)
-
-
-@jax.jit(static_argnums=range(6))
-def _empty(config: LanguageModelConfig, rules: AxisRules, rows: int, slots: int, most: int, penalty: bool) -> Rows:
-    def filled(value: float, dtype: str, *shape: int) -> jax.Array:
-        return reshard(jnp.full((rows, *shape), value, dtype), rules.spec("batch", *[None] * len(shape)))
-
-    return Rows(
-        cache=KVCache.empty(config, rules, rows, slots),
-        tokens_bn=filled(-1, "int32", most),
-        log_probs_bn=filled(0, "float32", most),
-        count_b=filled(0, "int32"),
-        active_b=filled(0, "bool"),
-        seen_bv=filled(0, "bool", config.rows if penalty else 0),
-    )
-
-
-@jax.jit(donate_argnames="state")
-def forget(model: DecodeModel, state: Rows, which_b: jax.Array) -> Rows:
-    """The rows where bool `which_b` is set hold nothing any more, and can be given another prompt."""
-    kept_b = ~_by_row(model.rules, which_b)
-    return Rows(
-        cache=replace(state.cache, length_b=state.cache.length_b * kept_b),
-        tokens_bn=jnp.where(kept_b[:, None], state.tokens_bn, -1),
-        log_probs_bn=state.log_probs_bn,
-        count_b=state.count_b * kept_b,
-        active_b=state.active_b & kept_b,
-        seen_bv=state.seen_bv & kept_b[:, None],
-    )
-
-
-@jax.jit(donate_argnames="state", static_argnames=("draws", "last"))
+@jax.jit(donate_argnames="state", static_argnames=("draws", "last", "capture"))
 def read(
     model: DecodeModel,
     state: Rows,
-    tokens_bs: jax.Array,
-    count_b: jax.Array,
+    tokens_ps: jax.Array,
+    count_p: jax.Array,
     sampling: RowSampling,
     limit_b: jax.Array,
     stop_ids: jax.Array,
     *,
     draws: bool,
+    row_p: jax.Array | None = None,
+    constraint: Constraint | None = None,
     last: bool = True,
+    capture: Capture | None = None,
 ) -> Rows:
-    """Reads `count_b` further tokens into each row and, behind them, generates one in the rows where there are any.
+    """Reads further tokens into rows and, behind them, generates one in the rows where there are any.
 
     A prompt can be read in parts: all but the last with `last=False`. What is appended to a row that has generated
     tokens begins with the last of these, which it hasn't read.
@@ -108,28 +44,59 @@ def read(
     Args:
         model: the model.
         state: the rows.
-        tokens_bs: int32 [B, S]; behind a row's count of any value.
-        count_b: int32, 0 to S; the cache must have a slot for each.
-        sampling: settings of the rows.
+        tokens_ps: int32 [P, S]; behind a row's count of any value.
+        count_p: int32, 0 to S; the cache must have a slot for each.
+        sampling: settings of all B rows.
         limit_b: int32, tokens that a row generates at most, N at most.
-        stop_ids: int32 [..], tokens that end a row; they count as generated.
+        stop_ids: int32 [..] or [B, ..], tokens that end a row; they count as generated.
         draws: whether any row has a temperature.
+        row_p: int32, different numbers of the rows that read; those that are none of a row (B, say) are for nobody.
+            None: P is B, and each row reads its own. On a mesh as for `rows.take_rows`.
+        constraint: when rows name tools.
         last: whether the next tokens are chosen.
+        capture: the one that the rows were made with.
     """
-    tokens_bs, count_b, sampling, limit_b = _by_row(model.rules, (tokens_bs, count_b, sampling, limit_b))
-    hidden_bsd, cache = model.extend(tokens_bs, count_b, state.cache)
-    seen_bv = state.seen_bv
-    if seen_bv.shape[1]:
-        read_bs = jnp.arange(tokens_bs.shape[1]) < count_b[:, None]
-        seen_bv = _marked(seen_bv, tokens_bs, read_bs)
-    state = replace(state, cache=cache, seen_bv=seen_bv)
-    if not last:
+    rules, everyone = model.rules, state.count_b.shape[0]
+    tokens_ps, count_p = by_row(rules, (tokens_ps, count_p))
+    sampling, limit_b, stop_ids, constraint = _settings(model, (sampling, limit_b, stop_ids, constraint), everyone)
+    own = state.cache
+    if row_p is not None:
+        row_p = by_row(rules, row_p)
+        own = jax.tree.map(lambda x: take_rows(rules, x, row_p), own)
+    hidden_psd, cache, captured = model.extend_captured(tokens_ps, count_p, own, capture)
+    logits_pv = model.last_logits(hidden_psd, jnp.maximum(count_p, 1)) if last else None
+
+    seen_pv = captured_pld = None
+    if state.seen_bv.shape[1]:
+        seen_pv = state.seen_bv if row_p is None else take_rows(rules, state.seen_bv, row_p)
+        seen_pv = _marked(seen_pv, tokens_ps, jnp.arange(tokens_ps.shape[1]) < count_p[:, None])
+    if capture is not None:
+        old = state.captured_bld if row_p is None else take_rows(rules, state.captured_bld, row_p)
+        captured_pld = capture.merged(old, own.length_b, stacked(captured, rules), count_p)
+
+    which_b, logits_bv = count_p > 0, logits_pv
+    if row_p is not None:
+        cache = jax.tree.map(lambda x, new: put_rows(rules, x, row_p, new), state.cache, cache)
+        which_b = put_rows(rules, jnp.zeros_like(state.active_b), row_p, which_b)
+        if seen_pv is not None:
+            seen_pv = put_rows(rules, state.seen_bv, row_p, seen_pv)
+        if captured_pld is not None:
+            captured_pld = put_rows(rules, state.captured_bld, row_p, captured_pld)
+        if logits_pv is not None:
+            blank_bv = jnp.broadcast_to(jnp.zeros_like(state.count_b)[:, None], (everyone, logits_pv.shape[1]))
+            logits_bv = put_rows(rules, blank_bv.astype(logits_pv.dtype), row_p, logits_pv)
+    state = replace(
+        state,
+        cache=cache,
+        seen_bv=state.seen_bv if seen_pv is None else seen_pv,
+        captured_bld=state.captured_bld if captured_pld is None else captured_pld,
+    )
+    if logits_bv is None:
         return state
-    logits_bv = model.last_logits(hidden_bsd, jnp.maximum(count_b, 1))
-    return _chosen(state, logits_bv, count_b > 0, sampling, limit_b, stop_ids, draws=draws)
+    return _chosen(state, logits_bv, which_b, sampling, limit_b, stop_ids, constraint, draws=draws)
 
 
-@jax.jit(donate_argnames="state", static_argnames="draws")
+@jax.jit(donate_argnames="state", static_argnames=("draws", "capture"))
 def decode(
     model: DecodeModel,
     state: Rows,
@@ -137,31 +104,53 @@ def decode(
     limit_b: jax.Array,
     stop_ids: jax.Array,
     steps: jax.Array,
+    keep_active: jax.Array = 0,  # type: ignore[assignment]
     *,
     draws: bool,
+    constraint: Constraint | None = None,
+    capture: Capture | None = None,
 ) -> Rows:
-    """Decodes active rows until all have ended or `steps` steps are done; arguments as for `read`.
+    """Decodes active rows until at most `keep_active` of them are left or `steps` steps are done; see `read`.
 
-    A row ends with a stop token or at its limit.
+    A row ends with a stop token, at its limit, or with a tool where the constraint says so.
     """
-
-    sampling, limit_b = _by_row(model.rules, (sampling, limit_b))
+    everyone = state.count_b.shape[0]
+    sampling, limit_b, stop_ids, constraint = _settings(model, (sampling, limit_b, stop_ids, constraint), everyone)
 
     def going_on(carry: tuple[jax.Array, Rows]) -> jax.Array:
         step, state = carry
-        return (step < steps) & jnp.any(state.active_b)
+        return (step < steps) & (jnp.sum(state.active_b) > keep_active)
 
     def turn(carry: tuple[jax.Array, Rows]) -> tuple[jax.Array, Rows]:
         step, state = carry
         active_b = state.active_b
-        newest_b = jax.vmap(lambda row, at: row.at[at].get())(state.tokens_bn, jnp.maximum(state.count_b - 1, 0))
+        place_b = jnp.maximum(state.count_b - 1, 0)
+        newest_b = jax.vmap(lambda row, at: row.at[at].get())(state.tokens_bn, place_b)
         count_b = active_b.astype(jnp.int32)
-        hidden_bsd, cache = model.extend(newest_b[:, None], count_b, state.cache)
-        logits_bv = model.last_logits(hidden_bsd, jnp.ones_like(count_b))
+        hidden_bsd, cache, captured = model.extend_captured(newest_b[:, None], count_b, state.cache, capture)
         state = replace(state, cache=cache)
-        return step + 1, _chosen(state, logits_bv, active_b, sampling, limit_b, stop_ids, draws=draws)
+        if capture is not None and capture.generated:
+            at_b = jnp.where(active_b, place_b, state.tokens_bn.shape[1])
+            put = jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))
+            state = replace(state, captured_bnld=put(state.captured_bnld, at_b, stacked(captured, model.rules)))
+        logits_bv = model.last_logits(hidden_bsd, jnp.ones_like(count_b))
+        return step + 1, _chosen(state, logits_bv, active_b, sampling, limit_b, stop_ids, constraint, draws=draws)
 
     return jax.lax.while_loop(going_on, turn, (jnp.int32(0), state))[1]
+
+
+def _settings(
+    model: DecodeModel, settings: tuple[RowSampling, jax.Array, jax.Array, Constraint | None], rows: int
+) -> tuple[RowSampling, jax.Array, jax.Array, Constraint | None]:
+    """Settings of rows cut like the rows; stop ids for all of them stay whole."""
+    sampling, limit_b, stop_ids, constraint = settings
+    sampling, limit_b = by_row(model.rules, (sampling, limit_b))
+    stop_ids = jnp.asarray(stop_ids)
+    if stop_ids.ndim == 2:
+        stop_ids = by_row(model.rules, stop_ids)
+    if constraint is not None and constraint.reach_bn is not None:
+        constraint = replace(constraint, reach_bn=by_row(model.rules, constraint.reach_bn))
+    return sampling, limit_b, stop_ids, constraint
 
 
 def _chosen(
@@ -171,6 +160,7 @@ def _chosen(
     sampling: RowSampling,
     limit_b: jax.Array,
     stop_ids: jax.Array,
+    constraint: Constraint | None,
     *,
     draws: bool,
 ) -> Rows:
@@ -179,20 +169,30 @@ def _chosen(
     if state.seen_bv.shape[1]:
         changed_bv = penalised(logits_bv, state.seen_bv, sampling.repetition_penalty_b)
     token_b = choose(changed_bv, sampling, state.count_b, draws=draws)
-    chosen_b = jax.vmap(lambda row, at: row.at[at].get())(logits_bv, token_b)
-    log_prob_b = chosen_b - jax.nn.logsumexp(logits_bv, axis=-1)
+    stopped_b = jnp.any(token_b[:, None] == stop_ids, axis=-1)
+    if constraint is not None:
+        token_b, node_b, tool_b, inside_b = constraint.chosen(state, changed_bv, token_b, sampling, draws=draws)
+        # Within a tool's id a stop token is a token like others: END, as a rule.
+        stopped_b = jnp.where(inside_b, False, stopped_b)
+        if constraint.stop_at_tool:
+            stopped_b |= tool_b >= 0
+        state = constraint.applied(state, which_b, node_b, tool_b)
 
     at_b = jnp.where(which_b, state.count_b, state.tokens_bn.shape[1])  # behind the end: nothing is written
     put = jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))
+    log_probs_bn = state.log_probs_bn
+    if log_probs_bn.shape[1]:
+        chosen_b = jax.vmap(lambda row, at: row.at[at].get())(logits_bv, token_b)
+        log_probs_bn = put(log_probs_bn, at_b, chosen_b - jax.nn.logsumexp(logits_bv, axis=-1))
     count_b = state.count_b + which_b
-    ended_b = jnp.any(token_b[:, None] == stop_ids, axis=-1) | (count_b >= limit_b)
+    ended_b = stopped_b | (count_b >= limit_b)
     seen_bv = state.seen_bv
     if seen_bv.shape[1]:
         seen_bv = _marked(seen_bv, token_b[:, None], which_b[:, None])
-    return Rows(
-        cache=state.cache,
+    return replace(
+        state,
         tokens_bn=put(state.tokens_bn, at_b, token_b),
-        log_probs_bn=put(state.log_probs_bn, at_b, log_prob_b),
+        log_probs_bn=log_probs_bn,
         count_b=count_b,
         active_b=jnp.where(which_b, ~ended_b, state.active_b),
         seen_bv=seen_bv,
@@ -202,11 +202,6 @@ def _chosen(
 def _marked(seen_bv: jax.Array, tokens_bs: jax.Array, real_bs: jax.Array) -> jax.Array:
     at_bs = jnp.where(real_bs, tokens_bs, seen_bv.shape[1])
     return jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))(seen_bv, at_bs)
-
-
-def _by_row(rules: AxisRules, arrays: Arrays) -> Arrays:
-    """What the host hands in, cut over devices like the rows of the cache."""
-    return jax.tree.map(lambda x: reshard(jnp.asarray(x), rules.spec("batch", *[None] * (x.ndim - 1))), arrays)
 
 
 def padded(prompts: Sequence[Sequence[int]], length: int = 0) -> tuple[np.ndarray, np.ndarray]:

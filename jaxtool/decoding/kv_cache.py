@@ -74,6 +74,22 @@ def write_values(cache_bkth: jax.Array, new_bskh: jax.Array, slot_bs: jax.Array)
     return jax.vmap(row)(cache_bkth, new_bskh, slot_bs)
 
 
+def resized(cache: KVCache, rules: AxisRules, slots: int) -> KVCache:
+    """The cache with another number of slots, which must not be below what any row holds; for use inside jit."""
+
+    def fitted(x: jax.Array, axis: int, layout: tuple[str | None, ...]) -> jax.Array:
+        if slots <= x.shape[axis]:
+            return jax.lax.slice_in_dim(x, 0, slots, axis=axis)
+        padding = [(0, slots - x.shape[axis]) if place == axis else (0, 0) for place in range(x.ndim)]
+        return reshard(jnp.pad(x, padding), rules.spec(*layout))
+
+    return KVCache(
+        keys_bkht=tuple(fitted(x, 3, _KEYS) for x in cache.keys_bkht),
+        values_bkth=tuple(fitted(x, 2, _VALUES) for x in cache.values_bkth),
+        length_b=cache.length_b,
+    )
+
+
 def attend_to_cache(
     q_bsnh: jax.Array, keys_bkht: jax.Array, values_bkth: jax.Array, position_bs: jax.Array, rules: AxisRules
 ) -> jax.Array:

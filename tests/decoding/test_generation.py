@@ -12,7 +12,7 @@ import pytest
 
 from jaxtool.config import MeshConfig
 from jaxtool.decoding import Rows, RowSampling, Sampling, decode, decode_model, forget, padded, read
-from jaxtool.decoding.generation import DecodeModel
+from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.models import LanguageModelConfig, lora_config
 from jaxtool.parallel import make_mesh
 from tests.tiny_models import CONFIGS, log_probs, random_model
