@@ -4,6 +4,7 @@ from jaxtool.decoding.beam_search import RankedTools, rank_tools
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.constraint import Constraint
 from jaxtool.decoding.decode_model import DecodeModel, decode_model, prefill
+from jaxtool.decoding.engine import Completion, Engine, Request
 from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.kv_cache import KVCache
 from jaxtool.decoding.rows import Rows, constrain, forget, resize, stop
@@ -14,10 +15,13 @@ __all__ = [
     "DEAD_NODE",
     "ROOT_NODE",
     "Capture",
+    "Completion",
     "Constraint",
     "DecodeModel",
+    "Engine",
     "KVCache",
     "RankedTools",
+    "Request",
     "RowSampling",
     "Rows",
     "Sampling",

@@ -139,10 +139,15 @@ def constrain(model: DecodeModel, state: Rows, which_b: jax.Array) -> Rows:
     return replace(state, node_b=jnp.where(by_row(model.rules, which_b), ROOT_NODE, state.node_b))
 
 
-@jax.jit(donate_argnames="state", static_argnames="slots")
 def resize(model: DecodeModel, state: Rows, *, slots: int) -> Rows:
     """The same rows with room for another number of tokens, which must not be below what they hold."""
-    return replace(state, cache=resized(state.cache, model.rules, slots))
+    cache = _resized(state.cache, model.rules, slots)
+    for leaf in (*state.cache.keys_bkht, *state.cache.values_bkth):
+        leaf.delete()  # of another size, so that donating it would be of no use
+    return replace(state, cache=cache)
+
+
+_resized = jax.jit(resized, static_argnums=(1, 2))
 
 
 def by_row(rules: AxisRules, arrays: Arrays) -> Arrays:
@@ -167,6 +172,14 @@ def put_rows(rules: AxisRules, x: jax.Array, row_p: jax.Array, new: jax.Array) -
     new = reshape(new, (*local_xp.shape, *new.shape[1:]), _layout(x, whole=False))
     put = jax.vmap(lambda x, row_p, new: x.at[row_p].set(new, mode="drop"))(shared, local_xp, new)
     return reshape(put, x.shape, _layout(x, whole=True))
+
+
+def repeat_rows(rules: AxisRules, x: jax.Array, rows: int) -> jax.Array:
+    """One row for each share [n, ...] as the rows [P, ...] of all of them, P/n for each."""
+    parts = len(x)
+    shared = reshape(x, (parts, 1, *x.shape[1:]), _layout(x, whole=False))
+    shared = jnp.broadcast_to(shared, (parts, rows // parts, *x.shape[1:]))
+    return reshape(shared, (rows, *x.shape[1:]), _layout(x, whole=True))
 
 
 def shares(rules: AxisRules) -> int:

@@ -1,0 +1,377 @@
+"""Generation for many requests at once: rows that have ended are given the next request while the others go on.
+
+What runs when depends on the requests alone, never on time, so that one list of requests gives the same bytes again.
+Shapes come from a few buckets: a run compiles a bounded number of programs, whatever the lengths of its prompts.
+Files, resuming and hosts are the matter of `offline_job`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxtool.decoding.capture import Capture
+from jaxtool.decoding.decode_model import DecodeModel
+from jaxtool.decoding.generation import decode, padded, read
+from jaxtool.decoding.prefix import common_prefix, read_prefix, with_prefix
+from jaxtool.decoding.rows import Rows, forget, resize, shares, stop
+from jaxtool.decoding.sampling import RowSampling, Sampling
+
+FINISHES = ("stop", "length")
+_SHORTEST = 16  # tokens of the smallest bucket
+_LONGEST_READ = 512  # tokens of a row that are read at once; longer prompts are read in parts
+_LOOK = 32  # steps between two looks at the texts of rows with stop strings
+_STEPS = 128  # and at the lengths of the others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A text to be continued.
+
+    Attributes:
+        tokens: the prompt, at least one token.
+        limit: tokens to generate at most, at least 1.
+        sampling: how they are chosen.
+        number: of the request in its job; requests with one seed draw differently.
+        stop_ids: tokens that end the text; they count as generated.
+        stop: strings that end the text; it is cut in front of them.
+    """
+
+    tokens: Sequence[int]
+    limit: int
+    sampling: Sampling = field(default_factory=Sampling)
+    number: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """The continuation of a request.
+
+    Attributes:
+        request: its place in the list.
+        tokens: what was generated, with the token that ended it.
+        text: of these tokens, special tokens left out, up to a stop string; empty without a tokenizer.
+        finish: "stop" for a stop token or string, "length" at the limit.
+        stop: the stop string, or the stop token, that ended it; None at the limit.
+        log_probs: of the tokens, under the model; None if they weren't asked for.
+        captured: [L', D], what was captured of the prompt, or None.
+        captured_tokens: [tokens, L', D], of the generated tokens, or None. The last token of a text is never read: NaN.
+    """
+
+    request: int
+    tokens: list[int]
+    text: str
+    finish: str
+    stop: str | int | None
+    log_probs: list[float] | None = None
+    captured: np.ndarray | None = None
+    captured_tokens: np.ndarray | None = None
+
+
+class Engine:
+    """Generates for lists of requests.
+
+    Args:
+        model: the model, on the active mesh.
+        tokenizer: makes text of tokens; stop strings need one.
+        rows: texts that are decoded at the same time, B; on a mesh a multiple of the devices that share a batch.
+        read_tokens: tokens that are read at once when rows are filled: as many rows as fit.
+        log_probs: whether completions have log-probabilities.
+        capture: what is captured of prompts and generated tokens.
+
+    Raises:
+        ValueError: `rows` can't be shared by the devices of the mesh.
+    """
+
+    def __init__(
+        self,
+        model: DecodeModel,
+        tokenizer: Any | None = None,
+        *,
+        rows: int = 64,
+        read_tokens: int = 1024,
+        log_probs: bool = False,
+        capture: Capture | None = None,
+    ) -> None:
+        self.shares = shares(model.rules)
+        if rows < 1 or rows % self.shares:
+            raise ValueError(f"rows is {rows}, expected a multiple of the {self.shares} devices that share a batch")
+        self.model, self.tokenizer = model, tokenizer
+        self.rows, self.read_tokens = rows, read_tokens
+        self.log_probs, self.capture = log_probs, capture
+
+    def check(self, request: Request) -> None:
+        """Whether the request can be answered.
+
+        Raises:
+            ValueError: says what is wrong with it.
+        """
+        config = self.model.config
+        if not request.tokens:
+            raise ValueError("the prompt has no tokens, expected at least one")
+        outside = [token for token in request.tokens if not bool(0 <= token < config.vocab_size + config.num_tools)]
+        if outside:
+            raise ValueError(
+                f"the prompt has the token {outside[0]}, expected 0 to {config.vocab_size + config.num_tools - 1}"
+            )
+        if request.limit < 1:
+            raise ValueError(f"the limit is {request.limit} tokens, expected at least 1")
+        longest = config.max_position_embeddings
+        if len(request.tokens) + request.limit > longest:
+            raise ValueError(
+                f"the prompt has {len(request.tokens):,} tokens, with {request.limit:,} to generate more than the "
+                f"model's {longest:,} positions"
+            )
+        if request.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer")
+
+    def run(
+        self, requests: Sequence[Request], *, progress: Callable[[int, int], object] = lambda read, made: None
+    ) -> Iterator[Completion]:
+        """The completions, in the order in which they end.
+
+        Args:
+            requests: what to continue.
+            progress: is told the number of tokens that were read and generated since it was last called.
+
+        Raises:
+            ValueError: a request can't be answered; names it.
+        """
+        for number, request in enumerate(requests):
+            try:
+                self.check(request)
+            except ValueError as error:
+                raise ValueError(f"request {number}: {error}") from None
+        if requests:
+            yield from _Run(self, requests, progress).completions()
+
+
+class _Run:
+    """A list of requests on its way through the rows."""
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], progress: Callable[[int, int], object]) -> None:
+        self.engine, self.model, self.requests, self.progress = engine, engine.model, requests, progress
+        rows = engine.rows
+        self.draws = any(request.sampling.temperature > 0 for request in requests)
+        penalty = any(request.sampling.repetition_penalty != 1 for request in requests)
+        # Longest first: prompts that are read together are about as long, and no long text is left for the end.
+        self.queue = deque(sorted(range(len(requests)), key=lambda i: (-len(requests[i].tokens), i)))
+        # What the whole list begins with is read once (not where sums over a prompt, or its tokens, are kept).
+        alone = penalty or (engine.capture is not None and engine.capture.tokens != "last")
+        self.prefix = () if alone else common_prefix([request.tokens for request in requests])
+        self.most = bucket(max(request.limit for request in requests))
+        self.of_row = np.full(rows, -1)
+        self.length_b = np.zeros(rows, np.int64)  # tokens that each row will have read when it has ended
+        self.sampling, self.numbers = [Sampling()] * rows, [0] * rows
+        self.limit_b = np.ones(rows, np.int32)
+        self.stop_bk = np.full((rows, bucket(max(len(r.stop_ids) for r in requests), 4)), -1, np.int32)
+        self.made_b = np.zeros(rows, np.int64)
+        self.slots = 0
+        self.state = Rows.empty(
+            self.model,
+            rows=rows,
+            slots=_SHORTEST,
+            most=self.most,
+            penalty=penalty,
+            log_probs=engine.log_probs,
+            capture=engine.capture,
+        )
+        self.prefix_cache = read_prefix(self.model, self.prefix) if self.prefix else None
+
+    def completions(self) -> Iterator[Completion]:
+        while self.queue or (self.of_row >= 0).any():
+            while self.queue and (self.of_row < 0).any() and self._idle() >= self._wanted():
+                self._fill()
+            yield from self._ended()  # texts of one token
+            if (self.of_row >= 0).any():
+                self._decode()
+                yield from self._ended()
+
+    def _idle(self) -> int:
+        return int((self.of_row < 0).sum())
+
+    def _wanted(self) -> int:
+        """Rows that are filled together: as many as are read at once, or as many as there are requests or rows."""
+        return min(self._shape()[0], len(self.queue), self.engine.rows)
+
+    def _shape(self) -> tuple[int, int]:
+        """Rows and tokens of the next read."""
+        longest = min(len(self.requests[self.queue[0]].tokens) - len(self.prefix), _LONGEST_READ)
+        length, parts = bucket(longest), self.engine.shares
+        rows = min(max(self.engine.read_tokens // length, 1), self.engine.rows // parts * parts)
+        return max(2 ** (rows.bit_length() - 1), 1) if parts == 1 else max(rows // parts, 1) * parts, length
+
+    def _fill(self) -> None:
+        """Reads the prompts of the next requests into idle rows."""
+        together, length = self._shape()
+        parts, each = self.engine.shares, self.engine.rows // self.engine.shares
+        row_p: list[int] = []
+        prompts: list[list[int]] = []
+        for part in range(parts):
+            idle = [row for row in range(part * each, (part + 1) * each) if self.of_row[row] < 0]
+            for place in range(together // parts):
+                if place < len(idle) and self.queue:
+                    self._give(idle[place], self.queue.popleft())
+                    row_p.append(idle[place])
+                    prompts.append(list(self.requests[self.of_row[idle[place]]].tokens)[len(self.prefix) :])
+                else:
+                    row_p.append(self.engine.rows)
+                    prompts.append([])
+        given_b = np.isin(np.arange(self.engine.rows), row_p)
+        self.state = forget(self.model, self.state, given_b)
+        self._make_room(max(len(self.requests[i].tokens) for i in self.of_row[given_b]) + 1)
+        rows = np.array(row_p, np.int32)
+        if self.prefix_cache is not None:
+            self.state = with_prefix(self.model, self.state, self.prefix_cache, rows)
+        # From the end, so that every prompt ends in the last part.
+        for back in reversed(range(-(-max(map(len, prompts)) // length))):
+            pieces = [p[max(len(p) - length * (back + 1), 0) : max(len(p) - length * back, 0)] for p in prompts]
+            self.state = read(
+                self.model,
+                self.state,
+                *padded(pieces, length),
+                *self._settings(),
+                row_p=rows,
+                draws=self.draws,
+                last=back == 0,
+                capture=self.engine.capture,
+            )
+        self.progress(sum(map(len, prompts)), 0)
+
+    def _give(self, row: int, request: int) -> None:
+        wanted = self.requests[request]
+        self.of_row[row], self.made_b[row] = request, 0
+        self.length_b[row] = len(wanted.tokens) + wanted.limit
+        self.sampling[row], self.numbers[row], self.limit_b[row] = wanted.sampling, wanted.number, wanted.limit
+        self.stop_bk[row] = -1
+        self.stop_bk[row, : len(wanted.stop_ids)] = wanted.stop_ids
+
+    def _settings(self) -> tuple[RowSampling, np.ndarray, np.ndarray]:
+        return RowSampling.of(self.sampling, self.numbers), self.limit_b, self.stop_bk
+
+    def _make_room(self, tokens: int) -> None:
+        """Slots for so many tokens in every row, and for those that rows hold; fewer again if half would do."""
+        held = max((len(self.requests[i].tokens) + int(made) for i, made in self._taken()), default=0)
+        wanted = bucket(max(tokens, held))
+        if self.state.cache.slots < wanted or self.state.cache.slots >= 2 * wanted:
+            self.state = resize(self.model, self.state, slots=wanted)
+
+    def _taken(self) -> list[tuple[int, int]]:
+        return [(int(i), int(made)) for i, made in zip(self.of_row, self.made_b, strict=True) if i >= 0]
+
+    def _decode(self) -> None:
+        """Decodes until enough rows are idle to be filled, or until it is time to look at the rows."""
+        looks = any(self.requests[i].stop for i, _ in self._taken())
+        steps = _LOOK if looks else _STEPS
+        needed = [
+            min(len(self.requests[i].tokens) + made + steps, len(self.requests[i].tokens) + self.requests[i].limit)
+            for i, made in self._taken()
+        ]
+        self._make_room(max(needed))
+        keep = self.engine.rows - self._wanted() if self.queue else 0
+        self.state = decode(
+            self.model,
+            self.state,
+            *self._settings(),
+            np.int32(steps),
+            np.int32(keep),
+            draws=self.draws,
+            capture=self.engine.capture,
+        )
+
+    def _ended(self) -> Iterator[Completion]:
+        """Takes the texts that have ended out of their rows."""
+        state, taken = self.state, np.flatnonzero(self.of_row >= 0)
+        if not len(taken):
+            return
+        count_b, active_b = np.asarray(state.count_b), np.asarray(state.active_b)
+        tokens_bn = np.asarray(state.tokens_bn)
+        self.progress(0, int((count_b - self.made_b)[taken].sum()))
+        self.made_b[taken] = count_b[taken]
+        stopped, found = [], []
+        for row in taken.tolist():
+            request, tokens = self.requests[self.of_row[row]], tokens_bn[row, : count_b[row]].tolist()
+            at = self._stop_string(request, tokens) if request.stop else None
+            if active_b[row] and at is None:
+                continue
+            if active_b[row]:
+                stopped.append(row)
+            found.append((row, request, tokens, at))
+        if stopped:
+            self.state = stop(self.model, self.state, np.isin(np.arange(self.engine.rows), stopped))
+        if not found:
+            return
+        rest = {
+            "log_probs": np.asarray(state.log_probs_bn) if self.engine.log_probs else None,
+            "captured": np.asarray(state.captured_bld) if self.engine.capture else None,
+            "captured_tokens": (
+                np.asarray(state.captured_bnld) if self.engine.capture and self.engine.capture.generated else None
+            ),
+        }
+        for row, request, tokens, at in found:
+            yield self._completion(row, request, tokens, at, rest)
+            self.of_row[row] = -1
+
+    def _completion(
+        self,
+        row: int,
+        request: Request,
+        tokens: list[int],
+        at: tuple[int, str, str] | None,
+        rest: dict[str, np.ndarray | None],
+    ) -> Completion:
+        stopped: str | int | None = None
+        if at is not None:
+            count, text, stopped = at
+            tokens = tokens[:count]
+        else:
+            text = self._text(tokens)
+            if tokens[-1] in request.stop_ids:
+                stopped = tokens[-1]
+        log_probs, captured, of_tokens = rest["log_probs"], rest["captured"], rest["captured_tokens"]
+        if of_tokens is not None:
+            of_tokens = of_tokens[row, : len(tokens)].copy()
+            of_tokens[len(tokens) - 1 :] = np.nan
+        return Completion(
+            request=int(self.of_row[row]),
+            tokens=tokens,
+            text=text,
+            finish="length" if stopped is None else "stop",
+            stop=stopped,
+            log_probs=None if log_probs is None else log_probs[row, : len(tokens)].tolist(),
+            captured=None if captured is None else captured[row].copy(),
+            captured_tokens=of_tokens,
+        )
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        if self.engine.tokenizer is None:
+            return ""
+        known = [token for token in tokens if token < self.model.config.vocab_size]
+        return str(self.engine.tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _stop_string(self, request: Request, tokens: list[int]) -> tuple[int, str, str] | None:
+        """The tokens up to the end of the first stop string, the text in front of it, and the string."""
+        text = self._text(tokens)
+        places = [(place, string) for string in request.stop if (place := text.find(string)) >= 0]
+        if not places:
+            return None
+        place, string = min(places)
+        low, high = 1, len(tokens)
+        while low < high:  # the fewest tokens whose text holds it
+            middle = (low + high) // 2
+            low, high = (low, middle) if string in self._text(tokens[:middle]) else (middle + 1, high)
+        return low, text[:place], string
+
+
+def bucket(length: int, smallest: int = _SHORTEST) -> int:
+    """The smallest bucket for so many: powers of two and the half-way sizes between them (16, 24, 32, 48, 64, ...)."""
+    size = smallest
+    while size < length:
+        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
+    return size

@@ -1,0 +1,202 @@
+"""Many requests through few rows against each of them alone: lengths, stops, seeds, prefixes, meshes, programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtool.config import MeshConfig
+from jaxtool.decoding import Capture, Completion, Engine, Request, Sampling, decode_model
+from jaxtool.decoding.engine import bucket
+from jaxtool.decoding.prefix import common_prefix
+from jaxtool.parallel import make_mesh
+from tests.tiny_models import CONFIGS, log_probs, random_model
+
+CONFIG = dataclasses.replace(CONFIGS["llama"], num_tools=9, text_tokens=90)
+SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.4, top_p=0.9, seed=5)]
+
+
+class Letters:
+    """A tokenizer of one letter a token."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(chr(0x100 + token) for token in tokens)
+
+
+def requests_of(count: int, *, seed: int = 0, prefix: int = 0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    common = rng.integers(90, size=prefix).tolist()
+    return [
+        Request(
+            tokens=common + rng.integers(90, size=int(rng.integers(1, 40))).tolist(),
+            limit=int(rng.integers(1, 20)),
+            sampling=SAMPLINGS[number % len(SAMPLINGS)],
+            number=number,
+            stop_ids=(int(rng.integers(90)), 99) if number % 2 else (),
+        )
+        for number in range(count)
+    ]
+
+
+def run(engine: Engine, requests: list[Request]) -> list[Completion]:
+    found = list(engine.run(requests))
+    assert sorted(each.request for each in found) == list(range(len(requests)))
+    return sorted(found, key=lambda each: each.request)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return decode_model(random_model(CONFIG))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Any) -> list[Completion]:
+    return [run(Engine(model, Letters(), rows=1), [request])[0] for request in requests_of(23)]
+
+
+@pytest.mark.parametrize(("rows", "read_tokens"), [(4, 64), (8, 1024), (32, 16)])
+def test_rows_are_refilled_and_every_request_is_answered_as_if_alone(
+    model: Any, alone: list[Completion], rows: int, read_tokens: int
+) -> None:
+    requests = requests_of(23)
+    progress: list[tuple[int, int]] = []
+    engine = Engine(model, Letters(), rows=rows, read_tokens=read_tokens, log_probs=True)
+    found = list(engine.run(requests, progress=lambda *counts: progress.append(counts)))
+    for each in found:
+        one = alone[each.request]
+        assert (each.tokens, each.text, each.finish, each.stop) == (one.tokens, one.text, one.finish, one.stop)
+        assert each.log_probs is not None and len(each.log_probs) == len(each.tokens)
+        request = requests[each.request]
+        assert each.finish == ("stop" if each.tokens[-1] in request.stop_ids else "length")
+        assert len(each.tokens) == request.limit or each.finish == "stop"
+    assert sum(read for read, _ in progress) == sum(len(request.tokens) for request in requests)
+    assert sum(made for _, made in progress) == sum(len(each.tokens) for each in found)
+    assert list(engine.run(requests)) == found  # the same bytes again, in the same order
+
+
+def test_the_first_completion_is_the_argmax_of_whole_passes(alone: list[Completion]) -> None:
+    model, request = random_model(CONFIG), requests_of(23)[0]
+    tokens = list(request.tokens)
+    for token in alone[0].tokens:
+        assert int(log_probs(model, np.array([tokens]))[0, -1].argmax()) == token
+        tokens.append(token)
+
+
+def test_a_common_prefix_is_read_once(model: Any) -> None:
+    requests = requests_of(9, prefix=30)
+    read: list[int] = []
+    engine = Engine(model, Letters(), rows=4)
+    found = sorted(engine.run(requests, progress=lambda tokens, _: read.append(tokens)), key=lambda each: each.request)
+    assert sum(read) == sum(len(request.tokens) - 30 for request in requests)
+    for each, request in zip(found, requests, strict=True):
+        assert each.tokens == run(Engine(model, Letters(), rows=1), [request])[0].tokens
+
+
+def test_common_prefix() -> None:
+    words = list(range(20))
+    assert common_prefix([[*words, 1, 2], [*words, 1, 3, 4], [*words, 1]]) == tuple(words)
+    assert common_prefix([words, words]) == tuple(words[:-1])  # a prompt's last token is its own
+    assert common_prefix([words]) == () == common_prefix([[*words[:9], 1], [*words[:9], 2]])
+
+
+def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, model: Any, alone: list[Completion]) -> None:
+    monkeypatch.setattr("jaxtool.decoding.engine._LONGEST_READ", 16)
+    found = run(Engine(model, Letters(), rows=8), requests_of(23))
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+
+
+def test_stop_strings(model: Any) -> None:
+    plain = Request(tokens=[5, 6, 7], limit=40)
+    text = run(Engine(model, Letters(), rows=2), [plain])[0].text
+    for length in (1, 2, 3):
+        string = text[4 : 4 + length]
+        place = text.find(string)
+        wanted = dataclasses.replace(plain, stop=("never", string, "\u0100" * 50))
+        found = run(Engine(model, Letters(), rows=2), [wanted, plain, wanted])
+        assert [each.text for each in found] == [text[:place], text, text[:place]]
+        assert found[0].stop == string and found[0].finish == "stop"
+        known = [token for token in found[0].tokens if token < CONFIG.vocab_size]  # tools have no text
+        assert Letters().decode(known) == text[: place + length]
+        assert found[0].tokens == found[1].tokens[: len(found[0].tokens)]
+
+
+def test_what_cannot_be_answered() -> None:
+    engine = Engine(decode_model(random_model(CONFIG)), rows=2)
+    for request, message in (
+        (Request(tokens=[], limit=1), "request 1: the prompt has no tokens"),
+        (Request(tokens=[1], limit=0), "the limit is 0 tokens"),
+        (Request(tokens=[109], limit=1), "the token 109, expected 0 to 108"),
+        (Request(tokens=[-1], limit=1), "the token -1"),
+        (Request(tokens=[1], limit=CONFIG.max_position_embeddings), "positions"),
+        (Request(tokens=[1], limit=1, stop=("a",)), "stop strings need a tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(engine.run([Request(tokens=[1], limit=1), request]))
+    with pytest.raises(ValueError, match="expected a multiple"):
+        Engine(engine.model, rows=0)
+    assert list(engine.run([])) == []
+
+
+def test_programs_are_compiled_for_buckets_not_for_lengths(model: Any) -> None:
+    from jaxtool.decoding.generation import decode, read
+
+    engine = Engine(model, Letters(), rows=4)
+    run(engine, requests_of(12, seed=1))
+    before = read._cache_size(), decode._cache_size()  # type: ignore[attr-defined]
+    for seed in range(2, 8):
+        run(engine, [dataclasses.replace(r, limit=20) for r in requests_of(12, seed=seed)])
+    # Prompts of 1 to 39 tokens: five buckets to read, and caches of six sizes.
+    assert read._cache_size() - before[0] <= 5 * 6  # type: ignore[attr-defined]
+    assert decode._cache_size() - before[1] <= 6  # type: ignore[attr-defined]
+
+
+def test_buckets() -> None:
+    assert [bucket(n) for n in (1, 16, 17, 24, 25, 33, 48, 49, 64, 65, 1000)] == [
+        16, 16, 24, 24, 32, 48, 48, 64, 64, 96, 1024,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1)])
+def test_eight_devices(sizes: tuple[int, int, int], alone: list[Completion]) -> None:
+    mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], model=sizes[2]))
+    with jax.set_mesh(mesh):
+        engine = Engine(decode_model(random_model(CONFIG, mesh=mesh)), Letters(), rows=8, read_tokens=128)
+        found = run(engine, requests_of(23))
+        assert [each.tokens for each in found] == [each.tokens for each in alone]
+        shared = run(engine, requests_of(9, prefix=30))
+        with pytest.raises(ValueError, match="expected a multiple of the"):
+            Engine(engine.model, rows=3)
+    expected = run(Engine(decode_model(random_model(CONFIG)), Letters(), rows=3), requests_of(9, prefix=30))
+    assert [each.tokens for each in shared] == [each.tokens for each in expected]
+
+
+def test_capture_of_prompts_and_generated_tokens(model: Any) -> None:
+    capture = Capture(blocks=(0, 1, -1), generated=True)
+    requests = requests_of(7)
+    plain = run(Engine(model, Letters(), rows=4, log_probs=True), requests)
+    found = run(Engine(model, Letters(), rows=4, log_probs=True, capture=capture), requests)
+    for each, other, request in zip(found, plain, requests, strict=True):
+        assert (each.tokens, each.log_probs) == (other.tokens, other.log_probs)  # bit for bit
+        whole = [*request.tokens, *each.tokens]
+        states = model_states(model, whole)  # [tokens, L+1, D]
+        assert each.captured is not None and each.captured_tokens is not None
+        np.testing.assert_allclose(each.captured, states[len(request.tokens) - 1, [0, 1, -1]], atol=1e-4)
+        expected = states[len(request.tokens) :, [0, 1, -1]]
+        np.testing.assert_allclose(each.captured_tokens[:-1], expected[:-1], atol=1e-4)
+        assert np.isnan(each.captured_tokens[-1]).all()
+
+
+def model_states(model: Any, tokens: list[int]) -> np.ndarray:
+    """States of every block of each token, in one pass over the whole text."""
+    from jaxtool.decoding import KVCache
+
+    @jax.jit
+    def states(tokens_bs: jax.Array) -> tuple[jax.Array, ...]:
+        cache = KVCache.empty(model.config, model.rules, 1, len(tokens))
+        return model.extend_captured(tokens_bs, np.array([len(tokens)]), cache, Capture(tokens="all"))[2]
+
+    return np.stack([np.asarray(x)[0] for x in states(np.array([tokens]))], axis=1)
