@@ -15,7 +15,7 @@ import traceback
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jsonargparse
 import yaml
@@ -26,10 +26,24 @@ from jaxtool.config.run_config import RunConfig
 from jaxtool.config.stage_config import StageConfig
 
 _PARSER_MODE = "yaml_unique_keys"
+Config = TypeVar("Config")
 
 
 def run_parser(description: str) -> jsonargparse.ArgumentParser:
     """A parser with `--config` and the fields of `RunConfig`; scripts add options of their own."""
+    return config_parser(RunConfig, description)
+
+
+def parse_run(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | None = None) -> tuple[RunConfig, Any]:
+    """The run's configuration and the namespace with the script's own options.
+
+    Ends the process with status 2 and a message when an option, key or value is wrong.
+    """
+    return parse_config(RunConfig, parser, arguments)
+
+
+def config_parser(kind: type[Any], description: str) -> jsonargparse.ArgumentParser:
+    """A parser with `--config` and the fields of a dataclass."""
     parser = jsonargparse.ArgumentParser(
         description=description,
         usage="%(prog)s [--config FILE] [--help] [--print_config] [--FIELD VALUE ...]",
@@ -38,18 +52,17 @@ def run_parser(description: str) -> jsonargparse.ArgumentParser:
         allow_abbrev=False,  # a misspelt field is an error, not the field that begins like it
     )
     parser.add_argument("--config", action="config", help="YAML file with fields of the run; later options override it")
-    parser.add_class_arguments(RunConfig)
+    parser.add_class_arguments(kind)
     return parser
 
 
-def parse_run(parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | None = None) -> tuple[RunConfig, Any]:
-    """The run's configuration and the namespace with the script's own options.
-
-    Ends the process with status 2 and a message when an option, key or value is wrong.
-    """
+def parse_config(
+    kind: type[Config], parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | None = None
+) -> tuple[Config, Any]:
+    """The dataclass with what was given, and the namespace with the script's own options; as `parse_run`."""
     namespace = parser.parse_args(arguments)
     try:
-        return _built(RunConfig, namespace), namespace
+        return _built(kind, namespace), namespace
     except ValueError as error:
         parser.error(str(error))
 

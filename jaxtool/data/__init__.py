@@ -9,6 +9,7 @@ from jaxtool.data.corpus import corpus_samples
 from jaxtool.data.documents import Documents
 from jaxtool.data.labelled_files import load_labelled, load_labelled_folder
 from jaxtool.data.packing import BatchShape, PackedBatches
+from jaxtool.data.prompt_rows import PromptEncoder, PromptLine, PromptRow, read_prompt_lines
 from jaxtool.data.query_files import QUERY_FORMATS, Query, check_readable, read_queries
 from jaxtool.data.query_sets import HeldOut, LabelledQuery, QuerySetError, RetrievalSet, load_retrieval_set
 from jaxtool.data.sample_writer import PreparedSamples, SampleError, SampleWriter
@@ -29,7 +30,10 @@ __all__ = [
     "LabelledQuery",
     "PackedBatches",
     "PreparedSamples",
+    "PromptEncoder",
     "PromptIds",
+    "PromptLine",
+    "PromptRow",
     "Query",
     "QuerySetError",
     "RetrievalSet",
@@ -45,6 +49,7 @@ __all__ = [
     "load_labelled",
     "load_labelled_folder",
     "load_retrieval_set",
+    "read_prompt_lines",
     "read_queries",
     "smollm2",
 ]

@@ -103,7 +103,7 @@ class ChatFiles:
         problems, counts, unused = Problems(), Counter[str](), Counter[str]()
         for path in self._files.files:
             for record in json_records(path, problems, counts):
-                conversation = _conversation(str(path), record, problems, unused)
+                conversation = conversation_of(str(path), record, problems, unused)
                 if conversation is not None and not problems:
                     yield conversation
         problems.raise_if_any(SampleError, f"{self.source} can't be used as conversations")
@@ -115,7 +115,10 @@ class ChatFiles:
             self.notes.append(f"fields of records that are not used: {names}{', ...' if len(unused) > 10 else ''}")
 
 
-def _conversation(file: str, record: Record, problems: Problems, unused: Counter[str]) -> Conversation | None:
+def conversation_of(
+    file: str, record: Record, problems: Problems, unused: Counter[str] | None = None
+) -> Conversation | None:
+    """The conversation of a record, or None and problems; counts the fields that it doesn't use."""
     where, value = f"{file}:{record.line}", record.value
     if not isinstance(value, dict):
         problems.add(where, f"expected an object with messages or conversations, found {json_kind(value)}")
@@ -141,7 +144,8 @@ def _conversation(file: str, record: Record, problems: Problems, unused: Counter
         return None
     if isinstance(system, str) and system:
         messages.insert(0, Message(role="system", content=(system,), fields={}))
-    unused.update(name for name in value if name not in (*named, "tools", "system"))
+    if unused is not None:
+        unused.update(name for name in value if name not in (*named, "tools", "system"))
     return Conversation(
         messages=tuple(message for message in messages if message is not None),
         tools=tools,

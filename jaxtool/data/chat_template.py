@@ -117,8 +117,8 @@ class ChatTemplate:
         self._sources: dict[tuple[bool, _Marks], str] = {}
         self._check()
 
-    def render(self, conversation: Conversation) -> RenderedChat:
-        """The conversation as text.
+    def render(self, conversation: Conversation, *, prompt: bool = False) -> RenderedChat:
+        """The conversation as text; with `prompt` up to where the model's next turn begins, and without turns.
 
         Raises:
             SampleError: the template refuses it, leaves a message out, or hides where a turn of the model lies; begins
@@ -150,7 +150,11 @@ class ChatTemplate:
         ]
         schemas = [_mapped(tool, hidden) for tool in conversation.tools]
         try:
-            text, found = self._with_turns(turns, schemas, marks)
+            if prompt:
+                text, found = self._text(turns, schemas, marks, prompt=True), list[tuple[int, int]]()
+                text = text.replace(marks.begin, "").replace(marks.end, "")
+            else:
+                text, found = self._with_turns(turns, schemas, marks)
         except SampleError as error:
             raise SampleError(f"{where}{error}") from error
         for i, turn in enumerate(turns):

@@ -7,6 +7,8 @@ from jaxtool.decoding.decode_model import DecodeModel, decode_model, prefill
 from jaxtool.decoding.engine import Completion, Engine, Request
 from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.kv_cache import KVCache
+from jaxtool.decoding.offline_job import OfflineJob, Part
+from jaxtool.decoding.offline_progress import OfflineProgress
 from jaxtool.decoding.rows import Rows, constrain, forget, resize, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, ToolTrie
@@ -20,6 +22,9 @@ __all__ = [
     "DecodeModel",
     "Engine",
     "KVCache",
+    "OfflineJob",
+    "OfflineProgress",
+    "Part",
     "RankedTools",
     "Request",
     "RowSampling",

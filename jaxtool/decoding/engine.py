@@ -22,7 +22,8 @@ from jaxtool.decoding.rows import Rows, forget, resize, shares, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 
 FINISHES = ("stop", "length")
-_SHORTEST = 16  # tokens of the smallest bucket
+_SHORTEST_READ = 16
+_FEWEST_SLOTS = 128
 _LONGEST_READ = 512  # tokens of a row that are read at once; longer prompts are read in parts
 _LOOK = 32  # steps between two looks at the texts of rows with stop strings
 _STEPS = 128  # and at the lengths of the others
@@ -165,18 +166,18 @@ class _Run:
         # What the whole list begins with is read once (not where sums over a prompt, or its tokens, are kept).
         alone = penalty or (engine.capture is not None and engine.capture.tokens != "last")
         self.prefix = () if alone else common_prefix([request.tokens for request in requests])
-        self.most = bucket(max(request.limit for request in requests))
+        self.most = power(max(request.limit for request in requests), 16)
         self.of_row = np.full(rows, -1)
         self.length_b = np.zeros(rows, np.int64)  # tokens that each row will have read when it has ended
         self.sampling, self.numbers = [Sampling()] * rows, [0] * rows
         self.limit_b = np.ones(rows, np.int32)
-        self.stop_bk = np.full((rows, bucket(max(len(r.stop_ids) for r in requests), 4)), -1, np.int32)
+        self.stop_bk = np.full((rows, power(max(len(r.stop_ids) for r in requests), 4)), -1, np.int32)
         self.made_b = np.zeros(rows, np.int64)
         self.slots = 0
         self.state = Rows.empty(
             self.model,
             rows=rows,
-            slots=_SHORTEST,
+            slots=_FEWEST_SLOTS,
             most=self.most,
             penalty=penalty,
             log_probs=engine.log_probs,
@@ -203,7 +204,7 @@ class _Run:
     def _shape(self) -> tuple[int, int]:
         """Rows and tokens of the next read."""
         longest = min(len(self.requests[self.queue[0]].tokens) - len(self.prefix), _LONGEST_READ)
-        length, parts = bucket(longest), self.engine.shares
+        length, parts = power(longest, _SHORTEST_READ), self.engine.shares
         rows = min(max(self.engine.read_tokens // length, 1), self.engine.rows // parts * parts)
         return max(2 ** (rows.bit_length() - 1), 1) if parts == 1 else max(rows // parts, 1) * parts, length
 
@@ -258,7 +259,7 @@ class _Run:
     def _make_room(self, tokens: int) -> None:
         """Slots for so many tokens in every row, and for those that rows hold; fewer again if half would do."""
         held = max((len(self.requests[i].tokens) + int(made) for i, made in self._taken()), default=0)
-        wanted = bucket(max(tokens, held))
+        wanted = bucket(max(tokens, held), _FEWEST_SLOTS)
         if self.state.cache.slots < wanted or self.state.cache.slots >= 2 * wanted:
             self.state = resize(self.model, self.state, slots=wanted)
 
@@ -369,9 +370,14 @@ class _Run:
         return low, text[:place], string
 
 
-def bucket(length: int, smallest: int = _SHORTEST) -> int:
-    """The smallest bucket for so many: powers of two and the half-way sizes between them (16, 24, 32, 48, 64, ...)."""
+def bucket(length: int, smallest: int) -> int:
+    """The smallest size for so many: a power of two, or half-way between two (128, 192, 256, 384, ...)."""
     size = smallest
     while size < length:
         size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
     return size
+
+
+def power(length: int, smallest: int) -> int:
+    """The smallest power of two for so many."""
+    return max(smallest, 1 << max(length - 1, 0).bit_length())

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: seeds that users take (0, 1, 2, ...) don't meet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,12 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int = 0
+
+    @classmethod
+    def of(cls, settings: Any, sample: int = 0) -> Sampling:
+        """From any object that has these fields; each sample of a prompt draws with a seed of its own."""
+        found = {each.name: getattr(settings, each.name) for each in fields(cls)}
+        return cls(**{**found, "seed": (found["seed"] + sample * _SEED_STEP) % 2**32})
 
     def __post_init__(self) -> None:
         def check(name: str, fine: bool, expected: str) -> None:

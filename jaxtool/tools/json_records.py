@@ -107,6 +107,30 @@ def read_records(path: Path, problems: Problems) -> list[Record]:
     return list(_Scanner(read_text(path, problems), str(path), problems).records())
 
 
+def parse_value(text: str, where: str) -> Any:
+    """The one JSON value of a text, by the rules of this module.
+
+    Raises:
+        ValueError: says what is wrong; begins with `where`.
+    """
+    try:
+        value, end = _STRICT.raw_decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+    except RecursionError:
+        raise ValueError(f"{where}: JSON nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if text[end:].strip():
+        raise ValueError(f"{where}: text behind the JSON value (column {end + 1})")
+    if _SURROGATE_ESCAPE.search(text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{where}: holds a lone surrogate escape, which is not valid Unicode text") from None
+    return value
+
+
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):

@@ -17,6 +17,7 @@ from jaxtool.training.step import (
     on_mesh,
 )
 from jaxtool.training.trainable import trained_count, trained_part, with_trained_part
+from jaxtool.training.trained_model import TrainedModel, load_trained
 
 __all__ = [
     "RunDirectory",
@@ -25,11 +26,13 @@ __all__ = [
     "StopRequest",
     "TrainState",
     "TrainStep",
+    "TrainedModel",
     "abstract_state",
     "base_config",
     "goodput",
     "initial_state",
     "learning_rate_schedule",
+    "load_trained",
     "make_held_out",
     "make_optimizer",
     "make_train_step",

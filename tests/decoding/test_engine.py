@@ -11,7 +11,7 @@ import pytest
 
 from jaxtool.config import MeshConfig
 from jaxtool.decoding import Capture, Completion, Engine, Request, Sampling, decode_model
-from jaxtool.decoding.engine import bucket
+from jaxtool.decoding.engine import bucket, power
 from jaxtool.decoding.prefix import common_prefix
 from jaxtool.parallel import make_mesh
 from tests.tiny_models import CONFIGS, log_probs, random_model
@@ -149,15 +149,14 @@ def test_programs_are_compiled_for_buckets_not_for_lengths(model: Any) -> None:
     before = read._cache_size(), decode._cache_size()  # type: ignore[attr-defined]
     for seed in range(2, 8):
         run(engine, [dataclasses.replace(r, limit=20) for r in requests_of(12, seed=seed)])
-    # Prompts of 1 to 39 tokens: five buckets to read, and caches of six sizes.
-    assert read._cache_size() - before[0] <= 5 * 6  # type: ignore[attr-defined]
-    assert decode._cache_size() - before[1] <= 6  # type: ignore[attr-defined]
+    # Prompts of 1 to 39 tokens: 16, 32 or 64 are read at once. All of it fits the smallest cache.
+    assert read._cache_size() - before[0] <= 2  # type: ignore[attr-defined]
+    assert decode._cache_size() == before[1]  # type: ignore[attr-defined]
 
 
-def test_buckets() -> None:
-    assert [bucket(n) for n in (1, 16, 17, 24, 25, 33, 48, 49, 64, 65, 1000)] == [
-        16, 16, 24, 24, 32, 48, 48, 64, 64, 96, 1024,
-    ]  # fmt: skip
+def test_sizes() -> None:
+    assert [bucket(n, 16) for n in (1, 16, 17, 25, 33, 49, 65, 1000)] == [16, 16, 24, 32, 48, 64, 96, 1024]
+    assert [power(n, 4) for n in (0, 4, 5, 8, 9, 512, 513)] == [4, 4, 8, 8, 16, 512, 1024]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1)])

@@ -1,0 +1,112 @@
+"""Configuration of offline inference over a file of prompts: generation and activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxtool.config.bounds import within
+from jaxtool.config.run_config import MeshConfig, ProcessConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How texts are continued where their row doesn't say otherwise.
+
+    Attributes:
+        max_new_tokens: tokens to generate at most.
+        temperature: logits are divided by it; 0 takes the most probable token.
+        top_k: only so many most probable tokens (0: all).
+        top_p: only the most probable tokens with this share of the probability (1: all).
+        min_p: only tokens with at least this share of the largest probability (0: all).
+        repetition_penalty: of tokens that the text holds already (1: none).
+        seed: of the draws; texts and samples of one seed draw differently.
+        stop: strings that end a text; it is cut in front of them.
+        stop_at_eos: whether the model's EOS tokens end a text.
+        samples: continuations of each prompt.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_at_eos: bool = True
+    samples: int = 1
+
+    def __post_init__(self) -> None:
+        within("max_new_tokens", self.max_new_tokens, 1)
+        within("samples", self.samples, 1)
+        if "" in self.stop:
+            raise ValueError("stop has an empty text, which every text holds; expected texts with characters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineConfig:
+    """A model, a file of prompts and a folder for the results.
+
+    Attributes:
+        model: run directory of train/finetune.py, folder in Hugging Face format, GGUF file or hub id (owner/name).
+        input: prompts, a JSON object a line (.jsonl, or .jsonl.gz).
+        output: folder for the results; the same command resumes what is unfinished in it.
+        param_dtype: dtype of the weights, float32 or bfloat16 ("": float32 on CPU, bfloat16 elsewhere).
+        rows: texts that are computed at the same time.
+        read_tokens: tokens of prompts that are read at once.
+        part_rows: prompts of a part, which is one file of the results and what a run that was killed repeats at most.
+        mesh: how the devices of a process share the work; each process has a model of its own.
+        processes: of the run; they share the parts.
+    """
+
+    model: str
+    input: str
+    output: str
+    param_dtype: str = ""
+    rows: int = 64
+    read_tokens: int = 1024
+    part_rows: int = 512
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    processes: ProcessConfig = field(default_factory=ProcessConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "read_tokens", "part_rows"):
+            within(name, getattr(self, name), 1)
+        if self.param_dtype not in ("", "float32", "bfloat16"):
+            raise ValueError(f"param_dtype is {self.param_dtype!r}, expected float32 or bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(OfflineConfig):
+    """Generation for a file of prompts; see `OfflineConfig`.
+
+    Attributes:
+        sampling: how texts are continued.
+        log_probs: write the log-probability of each generated token, under the model.
+    """
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    log_probs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationsConfig(OfflineConfig):
+    """Activations of a file of prompts; see `OfflineConfig`.
+
+    Attributes:
+        blocks: which of 0 (embedding) to L (behind the final norm), ascending; negative ones count from the end.
+            Empty: all.
+        tokens: "last" token of the prompt, or "mean" over it.
+        dtype: of the stored states, float32 or bfloat16.
+    """
+
+    blocks: tuple[int, ...] = ()
+    tokens: str = "last"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tokens not in ("last", "mean"):
+            raise ValueError(f"tokens is {self.tokens!r}, expected last or mean")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype is {self.dtype!r}, expected float32 or bfloat16")
