@@ -182,12 +182,11 @@ class PromptEncoder:
             return {}
         if not isinstance(value, dict):
             raise ValueError(f"{where}, field sampling: expected an object, found {json_kind(value)}")
-        known = {each.name for each in dataclasses.fields(self.defaults)} if self.defaults is not None else set()
+        known = {each.name for each in dataclasses.fields(self.defaults)}
         found: dict[str, Any] = {}
         for name, given in value.items():
             if name not in known:
-                expected = ", ".join(sorted(known)) or "none here"
-                raise ValueError(f"{where}, field sampling.{name}: unknown, expected one of {expected}")
+                raise ValueError(f"{where}, field sampling.{name}: unknown, expected one of {', '.join(sorted(known))}")
             default = getattr(self.defaults, name)
             if isinstance(default, tuple):
                 given = [given] if isinstance(given, str) else given

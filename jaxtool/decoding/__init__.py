@@ -9,6 +9,7 @@ from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.kv_cache import KVCache
 from jaxtool.decoding.offline_job import OfflineJob, Part
 from jaxtool.decoding.offline_progress import OfflineProgress
+from jaxtool.decoding.prompt_states import prompt_states
 from jaxtool.decoding.rows import Rows, constrain, forget, resize, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, ToolTrie
@@ -37,6 +38,7 @@ __all__ = [
     "forget",
     "padded",
     "prefill",
+    "prompt_states",
     "rank_tools",
     "read",
     "resize",

@@ -22,9 +22,9 @@ from jaxtool.decoding.rows import Rows, forget, resize, shares, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 
 FINISHES = ("stop", "length")
-_SHORTEST_READ = 16
+SHORTEST_READ = 16
 _FEWEST_SLOTS = 128
-_LONGEST_READ = 512  # tokens of a row that are read at once; longer prompts are read in parts
+LONGEST_READ = 512  # tokens of a row that are read at once; longer prompts are read in parts
 _LOOK = 32  # steps between two looks at the texts of rows with stop strings
 _STEPS = 128  # and at the lengths of the others
 
@@ -203,8 +203,8 @@ class _Run:
 
     def _shape(self) -> tuple[int, int]:
         """Rows and tokens of the next read."""
-        longest = min(len(self.requests[self.queue[0]].tokens) - len(self.prefix), _LONGEST_READ)
-        length, parts = power(longest, _SHORTEST_READ), self.engine.shares
+        longest = min(len(self.requests[self.queue[0]].tokens) - len(self.prefix), LONGEST_READ)
+        length, parts = power(longest, SHORTEST_READ), self.engine.shares
         rows = min(max(self.engine.read_tokens // length, 1), self.engine.rows // parts * parts)
         return max(2 ** (rows.bit_length() - 1), 1) if parts == 1 else max(rows // parts, 1) * parts, length
 
@@ -230,9 +230,7 @@ class _Run:
         rows = np.array(row_p, np.int32)
         if self.prefix_cache is not None:
             self.state = with_prefix(self.model, self.state, self.prefix_cache, rows)
-        # From the end, so that every prompt ends in the last part.
-        for back in reversed(range(-(-max(map(len, prompts)) // length))):
-            pieces = [p[max(len(p) - length * (back + 1), 0) : max(len(p) - length * back, 0)] for p in prompts]
+        for pieces, last in from_the_end(prompts, length):
             self.state = read(
                 self.model,
                 self.state,
@@ -240,7 +238,7 @@ class _Run:
                 *self._settings(),
                 row_p=rows,
                 draws=self.draws,
-                last=back == 0,
+                last=last,
                 capture=self.engine.capture,
             )
         self.progress(sum(map(len, prompts)), 0)
@@ -368,6 +366,13 @@ class _Run:
             middle = (low + high) // 2
             low, high = (low, middle) if string in self._text(tokens[:middle]) else (middle + 1, high)
         return low, text[:place], string
+
+
+def from_the_end(prompts: Sequence[Sequence[int]], length: int) -> Iterator[tuple[list[Sequence[int]], bool]]:
+    """Prompts in pieces of `length` tokens, cut from their ends so that all end in the last piece; and which it is."""
+    for back in reversed(range(-(-max(map(len, prompts)) // length))):
+        pieces = [p[max(len(p) - length * (back + 1), 0) : max(len(p) - length * back, 0)] for p in prompts]
+        yield pieces, back == 0
 
 
 def bucket(length: int, smallest: int) -> int:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+from safetensors.numpy import save
+
 from jaxtool.data.prompt_rows import PromptLine
 
 RESULTS = "results.jsonl"
@@ -34,6 +37,11 @@ class Part:
     number: int
     lines: tuple[PromptLine, ...]
     path: Path
+
+    @property
+    def arrays(self) -> Path:
+        """Where arrays of the part go."""
+        return self.path.with_suffix(".safetensors")
 
 
 class OfflineJob:
@@ -208,6 +216,12 @@ def write_whole(path: Path, data: bytes, *, suffix: str = "") -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], described: Mapping[str, Any]) -> None:
+    """A safetensors file, whole or not at all; a description is in its metadata, as JSON in the field `description`."""
+    # One field: safetensors writes several in an order that changes from run to run.
+    write_whole(path, save(dict(arrays), {"description": json.dumps(described, ensure_ascii=False)}))
 
 
 def _digest(lines: Sequence[PromptLine]) -> str:

@@ -55,14 +55,14 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def alone(model: Any) -> list[Completion]:
-    return [run(Engine(model, Letters(), rows=1), [request])[0] for request in requests_of(23)]
+    return [run(Engine(model, Letters(), rows=1), [request])[0] for request in requests_of(17)]
 
 
 @pytest.mark.parametrize(("rows", "read_tokens"), [(4, 64), (8, 1024), (32, 16)])
 def test_rows_are_refilled_and_every_request_is_answered_as_if_alone(
     model: Any, alone: list[Completion], rows: int, read_tokens: int
 ) -> None:
-    requests = requests_of(23)
+    requests = requests_of(17)
     progress: list[tuple[int, int]] = []
     engine = Engine(model, Letters(), rows=rows, read_tokens=read_tokens, log_probs=True)
     found = list(engine.run(requests, progress=lambda *counts: progress.append(counts)))
@@ -79,7 +79,7 @@ def test_rows_are_refilled_and_every_request_is_answered_as_if_alone(
 
 
 def test_the_first_completion_is_the_argmax_of_whole_passes(alone: list[Completion]) -> None:
-    model, request = random_model(CONFIG), requests_of(23)[0]
+    model, request = random_model(CONFIG), requests_of(17)[0]
     tokens = list(request.tokens)
     for token in alone[0].tokens:
         assert int(log_probs(model, np.array([tokens]))[0, -1].argmax()) == token
@@ -104,8 +104,8 @@ def test_common_prefix() -> None:
 
 
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch, model: Any, alone: list[Completion]) -> None:
-    monkeypatch.setattr("jaxtool.decoding.engine._LONGEST_READ", 16)
-    found = run(Engine(model, Letters(), rows=8), requests_of(23))
+    monkeypatch.setattr("jaxtool.decoding.engine.LONGEST_READ", 16)
+    found = run(Engine(model, Letters(), rows=8), requests_of(17))
     assert [each.tokens for each in found] == [each.tokens for each in alone]
 
 
@@ -164,7 +164,7 @@ def test_eight_devices(sizes: tuple[int, int, int], alone: list[Completion]) -> 
     mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], model=sizes[2]))
     with jax.set_mesh(mesh):
         engine = Engine(decode_model(random_model(CONFIG, mesh=mesh)), Letters(), rows=8, read_tokens=128)
-        found = run(engine, requests_of(23))
+        found = run(engine, requests_of(17))
         assert [each.tokens for each in found] == [each.tokens for each in alone]
         shared = run(engine, requests_of(9, prefix=30))
         with pytest.raises(ValueError, match="expected a multiple of the"):
@@ -195,7 +195,9 @@ def model_states(model: Any, tokens: list[int]) -> np.ndarray:
 
     @jax.jit
     def states(tokens_bs: jax.Array) -> tuple[jax.Array, ...]:
-        cache = KVCache.empty(model.config, model.rules, 1, len(tokens))
-        return model.extend_captured(tokens_bs, np.array([len(tokens)]), cache, Capture(tokens="all"))[2]
+        cache = KVCache.empty(model.config, model.rules, 1, 64)
+        return model.extend_captured(tokens_bs, np.array([64]), cache, Capture(tokens="all"))[2]
 
-    return np.stack([np.asarray(x)[0] for x in states(np.array([tokens]))], axis=1)
+    whole = np.zeros((1, 64), np.int32)
+    whole[0, : len(tokens)] = tokens
+    return np.stack([np.asarray(x)[0, : len(tokens)] for x in states(whole)], axis=1)

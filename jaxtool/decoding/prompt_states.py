@@ -1,0 +1,60 @@
+"""Activations of many prompts: nothing is generated, and the head is never computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from jaxtool.decoding.capture import Capture
+from jaxtool.decoding.decode_model import DecodeModel
+from jaxtool.decoding.engine import LONGEST_READ, SHORTEST_READ, from_the_end, power
+from jaxtool.decoding.generation import padded, read
+from jaxtool.decoding.rows import Rows, shares
+from jaxtool.decoding.sampling import RowSampling, Sampling
+
+
+def prompt_states(
+    model: DecodeModel,
+    prompts: Sequence[Sequence[int]],
+    capture: Capture,
+    *,
+    rows: int = 64,
+    read_tokens: int = 1024,
+    progress: Callable[[int, int], object] = lambda read, made: None,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """What is captured of each prompt: its number and [L', D], longest prompts first.
+
+    Args:
+        model: the model.
+        prompts: token ids, none of them empty or with ids that the model doesn't have.
+        capture: blocks, and "last" or "mean".
+        rows: prompts that are read together at most; on a mesh a multiple of the devices that share a batch.
+        read_tokens: tokens that are read at once: as many prompts as fit.
+        progress: is told how many tokens were read, and 0.
+    """
+    parts = shares(model.rules)
+    queue = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
+    while queue:
+        length = power(min(len(prompts[queue[0]]), LONGEST_READ), SHORTEST_READ)
+        together = max(min(read_tokens // length, rows) // parts, 1) * parts
+        taken, queue = queue[:together], queue[together:]
+        texts = [list(prompts[i]) for i in taken] + [[]] * (together - len(taken))
+        slots = -(-max(map(len, texts)) // length) * length
+        state = Rows.empty(model, rows=together, slots=slots, most=1, log_probs=False, capture=capture)
+        settings = RowSampling.of([Sampling()] * together, range(together))
+        for pieces, _ in from_the_end(texts, length):
+            state = read(
+                model,
+                state,
+                *padded(pieces, length),
+                settings,
+                np.ones(together, np.int32),
+                np.full(1, -1, np.int32),
+                draws=False,
+                last=False,
+                capture=capture,
+            )
+        found = np.asarray(state.captured_bld)
+        progress(sum(map(len, texts)), 0)
+        yield from zip(taken, found, strict=False)
