@@ -69,6 +69,8 @@ def read_prompt_lines(path: str | Path) -> list[PromptLine]:
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{path}: is a folder, expected a file with a JSON object a line")
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file of prompts")
     data = path.read_bytes()
     try:
         data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
