@@ -157,7 +157,7 @@ def main() -> None:
             if not decode.fits:
                 refused.append(f"decoding on {target.name}")
                 say(
-                    f"{target.name}, decoding: the weights are in {decode.mesh['model']} parts, mesh.model, and whole "
+                    f"{target.name}, decoding: the layers are in {decode.mesh['model']} parts, mesh.model, and whole "
                     "along the other axes; try more of mesh.model, fewer rows, or shorter texts"
                 )
 

@@ -23,7 +23,8 @@ from jaxtool.parallel.collectives import Collectives, count_collectives
 
 Tree = TypeVar("Tree")
 
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+# Two passes of the TPU compiler say it, each in its own words.
+_OUT_OF_MEMORY = re.compile(r"(?:Used |required for HLO temporaries \()([\d.]+)([KMGT])(?: of|\) exceeds)")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 

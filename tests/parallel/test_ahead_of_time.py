@@ -14,10 +14,14 @@ from jaxtool.config import MeshConfig
 from jaxtool.parallel import make_mesh
 from jaxtool.parallel.ahead_of_time import CompiledProgram, Memory, compile_program, device_bytes, placed
 
-# The text of the TPU compiler.
+# The texts of the TPU compiler.
 REFUSAL = (
     "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 19.57G of 15.75G hbm. Exceeded hbm capacity by "
     "3.82G.\n\nTotal hbm usage >= 19.82G:"
+)
+EARLY_REFUSAL = (
+    "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (31.50G) exceeds "
+    "available HBM (15.75G)."
 )
 
 
@@ -63,6 +67,7 @@ def test_what_the_compiler_refuses() -> None:
     assert refused.memory is None
     assert refused.needed == int(19.57 * 2**30)
     assert refused.record()["peak_bytes"] is None
+    assert program(EARLY_REFUSAL).needed == int(31.5 * 2**30)
     assert program("RESOURCE_EXHAUSTED: no figures").needed is None
     with pytest.raises(JaxRuntimeError, match="something else"):
         program("INTERNAL: something else")

@@ -132,3 +132,20 @@ def test_what_does_not_fit_is_said_with_the_amount() -> None:
     assert record["needed_bytes"] > record["hbm_bytes"]
     assert "does not fit: memorization on v5litepod-4" in done.stderr
     assert "weights and moments alone take 22.4" in done.stderr
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@needs_libtpu
+def test_gpt_j_6b_decodes_on_four_chips_of_16_gib() -> None:
+    """16 texts of 2,048 tokens: 2 x 28 layers x 16 heads x 256 numbers for a token; four parts of all matrices."""
+    model = ["--model.source", str(ROOT / "configs/models/gpt-j-6b"), "--model.compute_dtype", "bfloat16"]
+    options = ["--memorization.epochs", "0", "--tools", "0", "--mesh.model", "4", "--decode_rows", "16"]
+    done = compiled("--topology", "v5e-4", *model, *options)
+    assert done.returncode == 0, done.stderr
+    for record in json.loads(done.stdout):
+        assert record["weight_bytes"] == pytest.approx(2 * 6.05e9 / 4, rel=1e-2)
+        assert record["cache_bytes"] == pytest.approx(2 * 2 * 28 * 16 * 256 * 16 * 2048 / 4, rel=1e-6)
+        assert record["weight_bytes"] + record["cache_bytes"] < record["peak_bytes"] < record["hbm_bytes"]
+        # Each layer's attention and MLP are summed over the devices together; the embedding as well.
+        assert sum(each["count"] + each["loop_count"] for each in record["collectives"]) < 2 * 28 + 8
