@@ -1,4 +1,4 @@
-"""Says whether a run fits a machine, without the machine: compiles its train step for it and prints what that takes.
+"""Says whether a run fits a machine, without the machine: compiles its programs for it and prints what they take.
 
     python train/plan.py --config configs/toolgen_llama3_8b_v5e64.yaml --topology v5e-64 --tools 46985
     python train/plan.py --config configs/quickstart.yaml --topology cpu:8
@@ -6,8 +6,8 @@
 TPUs are named by accelerator type (v5litepod-64, also v5e-64) or shape (v5e:8x8); their compiler comes with
 `pip install 'jax[tpu]'` and needs no TPU. Of the model only config.json is read (--model.source may be a folder with
 nothing else), of the data nothing if --tools says how many tools there are. With --sweep, changes that need less memory
-are compiled too. Of a stage with shorter_rows the longest rows are compiled, which need the most. The exit status is 3
-if no program of a stage fits a machine.
+are compiled too. Of a stage with shorter_rows the longest rows are compiled, which need the most. With --decode_rows,
+so many texts are decoded as well. The exit status is 3 if no program of a stage fits a machine, or decoding doesn't.
 """
 
 import functools
@@ -29,9 +29,11 @@ from rich.console import Console
 
 from jaxtool.config import MeshConfig, RunConfig, open_console, parse_run, run_parser, run_script
 from jaxtool.data import load_retrieval_set, smollm2
+from jaxtool.decoding.decode_plan import plan_decode
+from jaxtool.parallel.targets import Target, find_target
 from jaxtool.training.plan_report import advice, memory_table, record_of, transfer_table
 from jaxtool.training.plan_variations import Variation, together, variations
-from jaxtool.training.planner import StepPlan, Target, find_target, plan_decode, plan_step
+from jaxtool.training.planner import StepPlan, plan_step
 from jaxtool.training.starting_model import base_config
 from jaxtool.weights import generation_source
 
@@ -47,7 +49,7 @@ def main() -> None:
     # ================================================================================================================
     # Configuration
     # ================================================================================================================
-    parser = run_parser("Say whether a run fits a machine, by compiling its train step for it.")
+    parser = run_parser("Say whether a run fits a machine, by compiling its programs for it.")
     parser.add_argument("--topology", type=str, nargs="+", required=True, help="machines: v5litepod-64, v5e:8x8, cpu:8")
     parser.add_argument("--tools", type=int, help="size of the catalogue (default: that of data.source)")
     parser.add_argument(
@@ -57,7 +59,7 @@ def main() -> None:
     )
     parser.add_argument("--targets", type=int, default=8, help="right tools of a query, at most")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that step times are stated for")
-    parser.add_argument("--decode_rows", type=int, default=16, help="texts at a time, of the estimate for decoding")
+    parser.add_argument("--decode_rows", type=int, default=0, help="plan decoding too, of so many texts at a time")
     parser.add_argument("--decode_length", type=int, default=2048, help="their tokens, prompt and continuation")
     parser.add_argument("--sweep", action="store_true", help="compile changes that need less memory too")
     parser.add_argument("--json", action="store_true", help="print records as JSON; everything else goes to stderr")
@@ -66,7 +68,9 @@ def main() -> None:
     say = functools.partial(console.print, highlight=False, markup=False, emoji=False)
     for name in ("mfu", "tools", "targets", "decode_rows", "decode_length"):
         value = getattr(options, name)
-        if value is not None and (value < 0 or (value == 0 and name != "tools") or (name == "mfu" and value > 1)):
+        if value is not None and (
+            value < 0 or (value == 0 and name not in ("tools", "decode_rows")) or (name == "mfu" and value > 1)
+        ):
             raise ValueError(
                 f"{name} is {value}, expected {'a share up to 1' if name == 'mfu' else 'a positive number'}"
             )
@@ -102,8 +106,8 @@ def main() -> None:
         if stage.epochs:
             shape = [getattr(stage, field) for field in SHAPE]
             stages.setdefault((*shape, stage.optimizer.kind, TOKENS_PER_SUPERVISED[name]), []).append(name)
-    if not stages:
-        raise ValueError(f"{', '.join(f'{name}.epochs' for name in STAGES)} are all 0: nothing to plan")
+    if not stages and not options.decode_rows:
+        raise ValueError(f"{', '.join(f'{name}.epochs' for name in STAGES)} and decode_rows are all 0: nothing to plan")
 
     plan = functools.partial(
         plan_stage,
@@ -134,22 +138,34 @@ def main() -> None:
                 stage = getattr(way.of(config) if way else config, name)
                 settings = {field: getattr(stage, field) for field in SHAPE}
                 records.append(record_of(each, stages=names, settings=settings, variation=way, utilisation=options.mfu))
-            if not any(each.fits for _, each in tried):
+            if not any(each.program.fits for _, each in tried):
                 refused.append(f"{names} on {target.name}")
+
+        if options.decode_rows:
+            say(f"{target.name}, decoding: compiling ...")
+            decode = plan_decode(
+                base,
+                target,
+                mesh=mesh_for(config, target, same_mesh=len(targets) == 1),
+                tools=tools,
+                rows=options.decode_rows,
+                length=options.decode_length,
+            )
+            for note in decode.notes:
+                say(f"{target.name}, decoding: {note}")
+            records += decode.records()
+            if not decode.fits:
+                refused.append(f"decoding on {target.name}")
+                say(
+                    f"{target.name}, decoding: the layers are in {decode.mesh['model']} parts, mesh.model, and whole "
+                    "along the other axes; try more of mesh.model, fewer rows, or shorter texts"
+                )
 
     # ================================================================================================================
     # Tables
     # ================================================================================================================
     console.print(memory_table(records, options.mfu))
     console.print(transfer_table(records))
-    for target in targets:
-        decode = plan_decode(base, target, tools=tools, rows=options.decode_rows, length=options.decode_length)
-        room = "" if decode.hbm is None else f" of {decode.hbm / 2**30:.2f}"
-        say(
-            f"{target.name}: decoding {options.decode_rows} texts of {options.decode_length:,} tokens reads "
-            f"{decode.weights / 2**30:.2f} GiB of weights and {decode.cache / 2**30:.2f} of keys and values a step, "
-            f"{decode.device_bytes / 2**30:.2f}{room} on a device (by formula)"
-        )
     if options.json:
         print(json.dumps(records, indent=1))
     if refused:
@@ -168,16 +184,14 @@ def plan_stage(
     right: int,
     same_mesh: bool,
 ) -> StepPlan:
-    """The plan of a stage; unless `same_mesh`, devices that the run's mesh doesn't divide all go to fsdp."""
-    mesh, stage = config.mesh, getattr(config, name)
-    if not same_mesh and len(target.devices) % (mesh.fsdp * mesh.model):
-        mesh = MeshConfig(data=1, fsdp=len(target.devices) // mesh.model, model=mesh.model)
+    """The plan of a stage, on the mesh of `mesh_for`."""
+    stage = getattr(config, name)
     try:
         return plan_step(
             base_config(folder, None, config.model),
             stage,
             target,
-            mesh=mesh,
+            mesh=mesh_for(config, target, same_mesh=same_mesh),
             trainable=config.trainable,
             tools=tools,
             attention=config.model.attention,
@@ -186,6 +200,14 @@ def plan_stage(
         )
     except ValueError as error:
         raise ValueError(f"{name} on {target.name}: {error}") from error
+
+
+def mesh_for(config: RunConfig, target: Target, *, same_mesh: bool) -> MeshConfig:
+    """The run's mesh; unless `same_mesh`, devices that it doesn't divide all go to fsdp."""
+    mesh = config.mesh
+    if same_mesh or len(target.devices) % (mesh.fsdp * mesh.model) == 0:
+        return mesh
+    return MeshConfig(data=1, fsdp=len(target.devices) // mesh.model, model=mesh.model)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxtool.training.plan_variations import STATE_SHARE, Variation
-from jaxtool.training.planner import GIB, StepPlan
+from jaxtool.training.planner import StepPlan
 
 Record = dict[str, Any]
 
@@ -38,51 +38,57 @@ def record_of(
         **settings,
         "mesh": plan.mesh,
         "devices": plan.devices,
-        "fits": plan.fits,
-        "hbm_bytes": plan.hbm,
-        "needed_bytes": plan.needed,
         "weight_bytes": plan.weights,
         "optimizer_bytes": plan.optimizer,
-        "argument_bytes": plan.memory and plan.memory.arguments,
-        "temporary_bytes": plan.memory and plan.memory.temporary,
-        "peak_bytes": plan.memory and plan.memory.peak,
-        "collectives": [dataclasses.asdict(each) for each in plan.collectives],
+        **plan.program.record(),
         "flops": dataclasses.asdict(plan.flops) | plan.flops.by_definition(),
         "utilisation": utilisation,
         "step_seconds": plan.step_seconds(utilisation),
-        "compile_seconds": round(plan.seconds, 1),
         "notes": list(plan.notes),
     }
 
 
 def memory_table(records: Sequence[Record], utilisation: float) -> Table:
-    """One line for each program: memory, whether it fits, work and time."""
+    """One line for each program, of training or of decoding: memory, whether it fits, work and time."""
     table = Table(
         title="Memory of a device in GiB, as the compiler counts it",
         caption=f"step: at {utilisation:.0%} of the peak, attention halved for causality, padding counted as text",
     )
-    for column in ("machine", "stages", "mesh d x f x m", "change"):
+    for column in ("machine", "program", "mesh d x f x m", "change"):
         table.add_column(column)
-    for column in ("weights", "moments", "arguments", "temporary", "peak", "of", "fits", "TFLOP", "step", "compiled"):
+    for column in (
+        "weights",
+        "moments",
+        "cache",
+        "arguments",
+        "temporary",
+        "peak",
+        "of",
+        "fits",
+        "TFLOP",
+        "step",
+        "compiled",
+    ):
         table.add_column(column, justify="right")
     for each in records:
         peak = _gib(each["peak_bytes"])
         if each["peak_bytes"] is None:
             peak = f"> {_gib(each['needed_bytes'] or each['hbm_bytes'])}"
-        seconds = each["step_seconds"]
+        seconds, flops = each.get("step_seconds"), each.get("flops")
         table.add_row(
             each["topology"],
             each["stages"],
             " x ".join(str(size) for size in each["mesh"].values()),
             each["change"],
             _gib(each["weight_bytes"]),
-            _gib(each["optimizer_bytes"]),
+            _gib(each.get("optimizer_bytes")),
+            _gib(each.get("cache_bytes")),
             _gib(each["argument_bytes"]),
             _gib(each["temporary_bytes"]),
             peak,
             _gib(each["hbm_bytes"]),
             "yes" if each["fits"] else "NO",
-            f"{each['flops']['causal'] / 1e12:,.1f}",
+            "" if flops is None else f"{flops['causal'] / 1e12:,.1f}",
             "" if seconds is None else f"{seconds:.2f} s",
             f"{each['compile_seconds']:.0f} s",
         )
@@ -93,9 +99,9 @@ def transfer_table(records: Sequence[Record]) -> Table:
     """One line for each program and kind of transfer."""
     table = Table(
         title="Transfers between devices, MiB of their results",
-        caption="in loops: each time that a loop over layers, micro-batches or chunks of the loss runs its body",
+        caption="in loops: each run of the body of a loop over layers, micro-batches, chunks of the loss or tokens",
     )
-    for column in ("machine", "stages", "change", "kind"):
+    for column in ("machine", "program", "change", "kind"):
         table.add_column(column)
     for column in ("once", "MiB", "in loops", "MiB"):
         table.add_column(column, justify="right")
@@ -116,13 +122,14 @@ def transfer_table(records: Sequence[Record]) -> Table:
 
 def advice(plan: StepPlan, ways: Sequence[Variation]) -> list[str]:
     """What could make a program fit that doesn't, line by line; nothing for one that fits."""
-    if plan.fits or plan.hbm is None:
+    hbm = plan.program.hbm
+    if plan.program.fits or hbm is None:
         return []
     state, lines = plan.weights + plan.optimizer, []
-    if state > STATE_SHARE * plan.hbm:
-        devices = math.ceil(state * plan.devices / (STATE_SHARE * plan.hbm))
+    if state > STATE_SHARE * hbm:
+        devices = math.ceil(state * plan.devices / (STATE_SHARE * hbm))
         lines.append(
-            f"weights and moments alone take {_gib(state)} of {_gib(plan.hbm)} GiB of a device: what saves activations "
+            f"weights and moments alone take {_gib(state)} of {_gib(hbm)} GiB of a device: what saves activations "
             f"doesn't help. In equal parts they leave room on {devices:,} devices or more"
         )
         ways = [way for way in ways if way.saves == "state"]
@@ -130,4 +137,4 @@ def advice(plan: StepPlan, ways: Sequence[Variation]) -> list[str]:
 
 
 def _gib(size: int | None) -> str:
-    return "" if size is None else f"{size / GIB:,.2f}"
+    return "" if size is None else f"{size / 2**30:,.2f}"

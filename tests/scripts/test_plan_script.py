@@ -40,7 +40,24 @@ def test_plan_for_fake_devices(script: Script) -> None:
     assert record["optimizer_bytes"] == 2 * record["weight_bytes"] + 8
     assert record["peak_bytes"] >= record["argument_bytes"] > 3 * record["weight_bytes"]
     assert "10 tools" in done.stderr
-    assert "decoding 16 texts" in done.stderr
+    assert "decoding" not in done.stderr
+
+
+def test_decoding_for_fake_devices(script: Script) -> None:
+    """Next to the stages, or alone; the mesh is that of the run."""
+    stages = ["--memorization.epochs", "0", "--retrieval.epochs", "0"]
+    decoding = ["--decode_rows", "8", "--decode_length", "600", "--mesh.fsdp", "2", "--mesh.model", "2"]
+    done = script("train/plan.py", "--topology", "cpu:8", "--json", *stages, *decoding)
+    assert done.returncode == 0, done.stderr
+    records = json.loads(done.stdout)
+    assert [each["stages"] for each in records] == ["reading 512 tokens", "decoding"]
+    for record in records:
+        assert record["mesh"] == {"data": 2, "fsdp": 2, "model": 2}
+        assert (record["rows"], record["row_length"], record["fits"]) == (8, 600, True)
+        # float32 keys and values of two layers, of 2 heads x 8; and how many tokens a row has.
+        assert record["cache_bytes"] == 2 * 2 * 8 * 600 * 2 * 8 * 4 // 8 + 4 * 8 // 4
+        assert record["peak_bytes"] >= record["argument_bytes"] > record["weight_bytes"] + record["cache_bytes"]
+    assert "10 tools" in done.stderr
 
 
 MISTAKES = {
@@ -51,6 +68,11 @@ MISTAKES = {
         ["--topology", "cpu:8", "--mesh.fsdp", "3", "--tools", "3"],
         "memorization on cpu:8: mesh data -1 x fsdp 3",
     ),
+    "nothing": (
+        ["--topology", "cpu:8", "--tools", "3", "--memorization.epochs", "0", "--retrieval.epochs", "0"],
+        "decode_rows are all 0: nothing to plan",
+    ),
+    "decode_length": (["--topology", "cpu:8", "--decode_length", "0"], "decode_length is 0, expected a positive"),
     "libtpu": (["--topology", "v5e:8x8"], f"pip install 'jax[tpu]=={jax.__version__}'"),
 }
 
@@ -110,3 +132,20 @@ def test_what_does_not_fit_is_said_with_the_amount() -> None:
     assert record["needed_bytes"] > record["hbm_bytes"]
     assert "does not fit: memorization on v5litepod-4" in done.stderr
     assert "weights and moments alone take 22.4" in done.stderr
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@needs_libtpu
+def test_gpt_j_6b_decodes_on_four_chips_of_16_gib() -> None:
+    """16 texts of 2,048 tokens: 2 x 28 layers x 16 heads x 256 numbers for a token; four parts of all matrices."""
+    model = ["--model.source", str(ROOT / "configs/models/gpt-j-6b"), "--model.compute_dtype", "bfloat16"]
+    options = ["--memorization.epochs", "0", "--tools", "0", "--mesh.model", "4", "--decode_rows", "16"]
+    done = compiled("--topology", "v5e-4", *model, *options)
+    assert done.returncode == 0, done.stderr
+    for record in json.loads(done.stdout):
+        assert record["weight_bytes"] == pytest.approx(2 * 6.05e9 / 4, rel=1e-2)
+        assert record["cache_bytes"] == pytest.approx(2 * 2 * 28 * 16 * 256 * 16 * 2048 / 4, rel=1e-6)
+        assert record["weight_bytes"] + record["cache_bytes"] < record["peak_bytes"] < record["hbm_bytes"]
+        # Each layer's attention and MLP are summed over the devices together; the embedding as well.
+        assert sum(each["count"] + each["loop_count"] for each in record["collectives"]) < 2 * 28 + 8

@@ -11,13 +11,15 @@ from rich.console import Console
 
 from jaxtool.config import MeshConfig, ModelConfig, RunConfig, StageConfig
 from jaxtool.models.flops import Flops
-from jaxtool.training.collectives import Collectives
+from jaxtool.parallel.ahead_of_time import CompiledProgram, Memory
+from jaxtool.parallel.collectives import Collectives
 from jaxtool.training.plan_report import advice, memory_table, record_of, transfer_table
 from jaxtool.training.plan_variations import Variation, together, variations
-from jaxtool.training.planner import GIB, Memory, StepPlan
+from jaxtool.training.planner import StepPlan
 
 RUN = RunConfig(mesh=MeshConfig(data=2, fsdp=4), memorization=StageConfig(rows=64, row_length=128))
 SIZES = {"data": 2, "fsdp": 4, "model": 1}
+GIB = 2**30
 
 
 def found(config: RunConfig = RUN, sizes: dict[str, int] = SIZES, kv_heads: int = 8) -> dict[str, Variation]:
@@ -81,20 +83,22 @@ def test_all_together_trains_the_same() -> None:
     assert way.of(RUN).memorization.accumulate == 8
 
 
+REFUSED = CompiledProgram(hbm=16 * GIB, memory=None, needed=20 * GIB, collectives=(), seconds=61.2)
+COMPILED = dataclasses.replace(
+    REFUSED, memory=Memory(arguments=12 * GIB, temporary=2 * GIB, peak=13 * GIB), needed=None
+)
+
+
 def plan(**fields: Any) -> StepPlan:
     given: dict[str, Any] = {
         "target": "v5litepod-8",
         "mesh": SIZES,
-        "hbm": 16 * GIB,
         "weights": 4 * GIB,
         "optimizer": 8 * GIB,
-        "memory": None,
-        "needed": 20 * GIB,
-        "collectives": (),
+        "program": REFUSED,
         "flops": Flops(projections=6 * 10**12, attention=2 * 10**12, head=10**12),
         "devices": 8,
         "peak_flops": 1e12,
-        "seconds": 61.2,
         "notes": ("attention: splash",),
     }
     return StepPlan(**given | fields)
@@ -102,7 +106,7 @@ def plan(**fields: Any) -> StepPlan:
 
 def test_advice_is_by_what_takes_the_memory() -> None:
     ways = tuple(found().values())
-    assert advice(plan(memory=Memory(arguments=12 * GIB, temporary=2 * GIB, peak=13 * GIB)), ways) == []
+    assert advice(plan(program=COMPILED), ways) == []
     assert [line.split(" (")[0] for line in advice(plan(), ways)] == [f"try {options}" for options in found()]
     # 32 GiB of state on each of 8 devices are 256: 19 devices with 13.6 GiB each (85 % of 16).
     lines = advice(plan(weights=12 * GIB, optimizer=20 * GIB), ways)
@@ -118,9 +122,7 @@ def test_advice_is_by_what_takes_the_memory() -> None:
 
 def test_records_are_json_and_tables_show_them() -> None:
     gathered = Collectives(kind="all-gather", count=2, bytes=3 * 2**20, loop_count=7, loop_bytes=2**20)
-    fits = plan(
-        memory=Memory(arguments=12 * GIB, temporary=2 * GIB, peak=13 * GIB), needed=None, collectives=(gathered,)
-    )
+    fits = plan(program=dataclasses.replace(COMPILED, collectives=(gathered,)))
     way = found()["--model.remat full"]
     records = [
         record_of(each, stages="memorization", settings={"rows": 64}, variation=change, utilisation=0.5)

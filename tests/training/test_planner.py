@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import Any
 
 import jax
@@ -17,8 +16,10 @@ from jaxtool.data import Batch
 from jaxtool.models import LlamaConfig, build_model, initialise, tools_config
 from jaxtool.models.flops import Work, training_flops
 from jaxtool.parallel import AxisRules, make_mesh
+from jaxtool.parallel.ahead_of_time import CompiledProgram, Memory
+from jaxtool.parallel.targets import Target, find_target
 from jaxtool.training import initial_state, make_optimizer, make_train_step, on_mesh, planner
-from jaxtool.training.planner import DecodePlan, StepPlan, Target, find_target, plan_decode, plan_step
+from jaxtool.training.planner import StepPlan, plan_step
 
 BASE = LlamaConfig(
     vocab_size=256,
@@ -56,13 +57,13 @@ def test_sizes_by_closed_form(planned: StepPlan) -> None:
     batch = (
         4 * 4 * (3 * 16 + SUPERVISED * 3)
     )  # four rows of a device: ids, positions, segments; places, targets, weights
-    assert planned.memory is not None
-    assert planned.memory.arguments == planned.weights + planned.optimizer + batch + 4  # and the step
+    assert planned.program.memory is not None
+    assert planned.program.memory.arguments == planned.weights + planned.optimizer + batch + 4  # and the step
     assert planned.mesh == {"data": 2, "fsdp": 2, "model": 2}
     config = dataclasses.replace(BASE, num_tools=TOOLS, padded_vocab_size=512)
     assert planned.flops == training_flops(config, Work(tokens=256, pairs=16 * 256, positions=16 * SUPERVISED))
-    assert planned.fits
-    assert planned.hbm is None
+    assert planned.program.fits
+    assert planned.program.hbm is None
     assert planned.step_seconds(0.4) is None
     assert planned.notes == ("attention: xla, on cpu (cpu)",)
 
@@ -90,12 +91,12 @@ def test_the_program_is_that_of_training(planned: StepPlan) -> None:
         )
         step: Any = make_train_step(optimizer, accumulate=2)
         found = step.lower(state, batch).compile().memory_analysis()
-    assert planned.memory == planner.Memory(
+    assert planned.program.memory == Memory(
         arguments=found.argument_size_in_bytes,
         temporary=found.temp_size_in_bytes,
         peak=found.peak_memory_in_bytes,
     )
-    assert planned.memory.peak >= planned.memory.arguments
+    assert planned.program.memory.peak >= planned.program.memory.arguments
 
 
 def test_tool_rows_alone_have_moments() -> None:
@@ -117,32 +118,18 @@ def test_mistakes_name_the_field() -> None:
 
 
 def test_what_the_compiler_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text is that of the TPU compiler."""
-    message = REFUSAL
-
     class Step:
         def lower(self, *_: Any) -> Step:
             return self
 
         def compile(self) -> None:
-            raise JaxRuntimeError(message)
+            raise JaxRuntimeError("RESOURCE_EXHAUSTED: Used 19.57G of 15.75G hbm.")
 
     monkeypatch.setattr(planner, "make_train_step", lambda *_, **__: Step())
     refused = plan()
-    assert not refused.fits
-    assert refused.memory is None
-    assert refused.needed == int(19.57 * 2**30)
-    message = "RESOURCE_EXHAUSTED: no figures"
-    assert plan().needed is None
-    message = "INTERNAL: something else"
-    with pytest.raises(JaxRuntimeError, match="something else"):
-        plan()
-
-
-REFUSAL = (
-    "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 19.57G of 15.75G hbm. Exceeded hbm capacity by "
-    "3.82G.\n\nTotal hbm usage >= 19.82G:"
-)
+    assert not refused.program.fits
+    assert refused.program.needed == int(19.57 * 2**30)
+    assert refused.weights > 0
 
 
 def test_step_time() -> None:
@@ -150,42 +137,18 @@ def test_step_time() -> None:
     plan = StepPlan(
         target="v5litepod-4",
         mesh={"data": 1, "fsdp": 4, "model": 1},
-        hbm=1000,
         weights=1,
         optimizer=2,
-        memory=planner.Memory(arguments=3, temporary=4, peak=1001),
-        needed=None,
-        collectives=(),
+        program=CompiledProgram(
+            hbm=1000, memory=Memory(arguments=3, temporary=4, peak=1001), needed=None, collectives=(), seconds=0.0
+        ),
         flops=flops,
         devices=4,
         peak_flops=200.0,
-        seconds=0.0,
         notes=(),
     )
-    assert not plan.fits
+    assert not plan.program.fits
     assert plan.step_seconds(0.5) == pytest.approx(flops.causal / 400)
-
-
-def test_decoding_by_formula() -> None:
-    """Keys and values: 2 x 2 layers x 3 texts x 10 tokens x 2 heads x 8, of 4 bytes."""
-    found = plan_decode(BASE, find_target("cpu:8"), tools=TOOLS, rows=3, length=10)
-    weights, cache = 4 * (BLOCKS + 2 * 384 * WIDTH + VECTORS), 4 * 2 * 2 * 3 * 10 * 2 * 8
-    assert found == DecodePlan(weights=weights, cache=cache, device_bytes=-(-(weights + cache) // 8), hbm=None)
-
-
-def test_names_of_machines(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert len(find_target("cpu:2").devices) == 2
-    with pytest.raises(ValueError, match="cpu:64 is more than the 8 fake devices"):
-        find_target("cpu:64")
-    for name in ("v5e-60", "v5e:9x9", "h100", "cpu:0", "v5litepod-60"):
-        with pytest.raises(ValueError, match=f"unknown accelerator type '{name}'; near ones: ") as raised:
-            find_target(name)
-        if "60" in name:
-            assert "v5litepod-64" in str(raised.value)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in ("v5e:8x8", "v5e-64", "v5litepod-64", "v4-32"):
-        with pytest.raises(ValueError, match=rf"pip install 'jax\[tpu\]=={jax.__version__}'"):
-            find_target(name)
 
 
 def test_bfloat16_state_is_half_as_large() -> None:

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtool.config import MeshConfig
 from jaxtool.parallel import make_mesh
-from jaxtool.training.collectives import Collectives, count_collectives
+from jaxtool.parallel.collectives import Collectives, count_collectives
 
 # The form of a TPU program: pieces of one transfer share a channel, a sum that is cut is a fusion of its own name.
 HLO = """HloModule jit_step, is_scheduled=true
