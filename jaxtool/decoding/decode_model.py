@@ -169,4 +169,4 @@ def _split(model: LanguageModel) -> DecodeModel:
         fuse(jax.tree.map(lambda x, layer=layer: whole(ready(x[layer])), model.blocks))
         for layer in range(config.num_hidden_layers)
     )
-    return DecodeModel(outside=jax.tree.map(ready, outside), layers=layers)
+    return DecodeModel(outside=jax.tree.map(lambda x: whole(ready(x)), outside), layers=layers)

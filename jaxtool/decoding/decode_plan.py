@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from jaxtool.config import MeshConfig
 from jaxtool.decoding.decode_model import decode_model
-from jaxtool.decoding.generation import Rows, decode, read
+from jaxtool.decoding.generation import decode, read
+from jaxtool.decoding.rows import Rows
 from jaxtool.decoding.sampling import RowSampling, Sampling
 from jaxtool.models import LanguageModelConfig, abstract_model, build_model, tools_config
 from jaxtool.parallel import AxisRules, make_mesh
