@@ -1,5 +1,6 @@
 """Decoding: cache, sampling, generation in steps; the trie of tool ids and beam search over it."""
 
+from jaxtool.decoding.activations import prompt_states
 from jaxtool.decoding.beam_search import RankedTools, rank_tools
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.constraint import Constraint
@@ -9,7 +10,6 @@ from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.kv_cache import KVCache
 from jaxtool.decoding.offline_job import OfflineJob, Part
 from jaxtool.decoding.offline_progress import OfflineProgress
-from jaxtool.decoding.prompt_states import prompt_states
 from jaxtool.decoding.rows import Rows, constrain, forget, resize, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, ToolTrie

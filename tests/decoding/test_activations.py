@@ -43,7 +43,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("tokens", ["last", "mean"])
 def test_prompts_together_in_parts_and_alone(model: Any, tokens: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxtool.decoding.prompt_states.LONGEST_READ", 16)  # most prompts are read in parts
+    monkeypatch.setattr("jaxtool.decoding.activations.LONGEST_READ", 16)  # most prompts are read in parts
     made, prompts = decode_model(model), prompts_of(9)
     counts: list[tuple[int, int]] = []
     capture = Capture(blocks=(0, 1, -1), tokens=tokens)
