@@ -178,6 +178,8 @@ def main() -> None:
                 f"{stage.name}: {counts[1]:,} of {counts[0]:,} parameters are trained, with {moments / 1e6:,.1f} MB of "
                 "optimiser state"
             )
+            if options.profile and batches.steps <= PROFILED.start:
+                say(f"{stage.name}: no trace, it has {batches.steps} steps and the first {PROFILED.start} are left out")
             step_function = make_train_step(
                 optimizer, loss_chunk=settings.loss_chunk, z_loss=settings.z_loss, accumulate=settings.accumulate
             )
@@ -198,6 +200,7 @@ def main() -> None:
             with progress:
                 clock = progress.clock
                 shapes: set[tuple[int, ...]] = set()  # of batches: each is compiled once
+                tracing = False
                 running: RunningStep | None = None  # the step whose numbers have not been fetched, which would wait
 
                 def finish(running: RunningStep, name: str = stage.name, progress: StageProgress = progress) -> None:
@@ -212,6 +215,7 @@ def main() -> None:
                 while at < end:
                     if options.profile and at - begin == PROFILED.start:
                         jax.profiler.start_trace(run.path / "profile")
+                        tracing = True
                     with clock.part("data"):
                         batch = batches.batch(at - begin)
                         work = Work.of_rows(batch.segment_ids_bs, int(np.count_nonzero(batch.weights_bpa.any(axis=-1))))
@@ -240,9 +244,10 @@ def main() -> None:
                     if save or value is not None:
                         with clock.part("checkpoint"):
                             run.save(at, state, value=value)
-                    if options.profile and at - begin == PROFILED.stop:
+                    if tracing and (at - begin == PROFILED.stop or at == end or stopping):
                         jax.block_until_ready(state.step)
                         jax.profiler.stop_trace()
+                        tracing = False
                     if stopping:
                         break
             found = state.model

@@ -66,14 +66,12 @@ def main() -> None:
     config, options = parse_run(parser)
     console = Console(stderr=True, width=160) if options.json else open_console()
     say = functools.partial(console.print, highlight=False, markup=False, emoji=False)
-    for name in ("mfu", "tools", "targets", "decode_rows", "decode_length"):
+    if not 0 < options.mfu <= 1:
+        raise ValueError(f"mfu is {options.mfu}, expected a share above 0, up to 1")
+    for name, least in (("tools", 0), ("supervised", 1), ("targets", 1), ("decode_rows", 0), ("decode_length", 1)):
         value = getattr(options, name)
-        if value is not None and (
-            value < 0 or (value == 0 and name not in ("tools", "decode_rows")) or (name == "mfu" and value > 1)
-        ):
-            raise ValueError(
-                f"{name} is {value}, expected {'a share up to 1' if name == 'mfu' else 'a positive number'}"
-            )
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}, expected {least} or more")
     targets = [find_target(name) for name in options.topology]
     versions = {found.name: found.version for found in importlib.metadata.distributions()}
     say(f"jax {jax.__version__}, libtpu {versions.get('libtpu', 'not installed')}")

@@ -7,6 +7,7 @@ lists every field.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import signal
 import sys
@@ -60,7 +61,13 @@ def parse_config(
     kind: type[Config], parser: jsonargparse.ArgumentParser, arguments: Sequence[str] | None = None
 ) -> tuple[Config, Any]:
     """The dataclass with what was given, and the namespace with the script's own options; as `parse_run`."""
-    namespace = parser.parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        namespace = parser.parse_args(given)
+    except UnicodeDecodeError as error:
+        files = [value for option, value in itertools.pairwise(given) if option == "--config"]
+        files += [option.removeprefix("--config=") for option in given if option.startswith("--config=")]
+        parser.error(f"{', '.join(files)}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x}")
     try:
         return _built(kind, namespace), namespace
     except ValueError as error:
@@ -87,7 +94,13 @@ def _built(kind: Any, values: Any, outer: str = "") -> Any:
 
 def _load(text: str, path: str = "") -> Any:
     """YAML as jsonargparse reads it, but a repeated key is an error: YAML's own rule is that the last one wins."""
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise yaml.YAMLError(str(error).replace('"<unicode string>"', path or "the value")) from error
+    if path and not isinstance(root, yaml.MappingNode):
+        found = "nothing" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else repr(root.value)
+        raise yaml.YAMLError(f"{path}: expected lines of FIELD: VALUE, found {found}")
     for key, line, before in _repeated_keys(root, set()):
         place = f"{path}, line {line}" if path else f"line {line}"
         raise yaml.YAMLError(f"{place}: the key {key!r} is repeated, it was given in line {before} already")
@@ -156,7 +169,8 @@ def check_writable(path: Path, option: str) -> None:
 def run_script(main: Callable[[], None], *, interrupted: str = "", end: Callable[[int], object] = sys.exit) -> None:
     """Calls `main`; errors that jaxtool raises end the process with status 1 and their message alone.
 
-    Faults raised elsewhere (a bug, a full disk) keep their traceback. An interrupt (Ctrl-C) ends it with status 130
+    So do those of the system that name a file (it may not be read, it is a folder). Other faults raised elsewhere (a
+    bug) keep their traceback. An interrupt (Ctrl-C) ends it with status 130
     and one line, which goes on with the text `interrupted`.
 
     Args:
@@ -174,6 +188,8 @@ def run_script(main: Callable[[], None], *, interrupted: str = "", end: Callable
     except Exception as error:
         if isinstance(error, ValueError | FileNotFoundError) and _is_ours(error):
             print(f"error: {error}", file=sys.stderr)
+        elif isinstance(error, OSError) and error.filename is not None:
+            print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
         else:
             traceback.print_exc()
         end(1)

@@ -25,7 +25,7 @@ class OptimizerConfig:
         beta2: decay of AdamW's second moment.
         epsilon: added to the root of AdamW's second moment.
         weight_decay: decoupled decay of matrices; norm scales are never decayed.
-        clip_norm: largest global gradient norm.
+        clip_norm: largest global gradient norm (.inf: nothing is clipped).
     """
 
     kind: str = "adamw"

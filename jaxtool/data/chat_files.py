@@ -130,7 +130,8 @@ def conversation_of(
         return None
     turns = value[named[0]]
     if not isinstance(turns, list) or not turns:
-        problems.add(where, f"field {named[0]}: expected a list of messages, found {json_kind(turns)}")
+        found = "an empty one" if turns == [] else json_kind(turns)
+        problems.add(where, f"field {named[0]}: expected a list of messages, found {found}")
         return None
     before = len(problems)
     messages = [_message(turn, where, f"{named[0]}[{i}]", problems) for i, turn in enumerate(turns)]

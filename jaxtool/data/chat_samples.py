@@ -103,12 +103,17 @@ class ChatEncoder:
             tool = match["tool"]
             yield (
                 rendered.restored(plain),
-                template.special_ids[match[0]] if tool is None else self._tool(conversation, rendered.tools[int(tool)]),
+                template.special_ids[match[0]] if tool is None else self.id_of(conversation, rendered.tools[int(tool)]),
             )
             at, swallow = match.end(), match[0] in template.swallows_behind
         yield rendered.restored(part[at:].lstrip() if swallow else part[at:]), None
 
-    def _tool(self, conversation: Conversation, name: str) -> int:
+    def id_of(self, conversation: Conversation, name: str) -> int:
+        """The id of a tool's token.
+
+        Raises:
+            SampleError: there is no such tool; begins with file and line of the conversation.
+        """
         where = f"{conversation.file}:{conversation.line}"
         if self.tool_id is None:
             raise SampleError(f"{where}: the tool {name!r} stands in a message, but there is no catalogue of tools")
@@ -162,7 +167,10 @@ def chat_samples(
         rendered: list[tuple[Conversation, RenderedChat]] = []
         for conversation in group:
             try:
-                rendered.append((conversation, encoder.template.render(conversation)))
+                chat = encoder.template.render(conversation)
+                for name in chat.tools:
+                    encoder.id_of(conversation, name)
+                rendered.append((conversation, chat))
             except SampleError as error:
                 problems.messages.append(str(error))
         for (conversation, chat), tokens in zip(rendered, encoder.encode(rendered), strict=True):
@@ -189,7 +197,8 @@ def chat_samples(
         notes.append(f"{counted(hidden_tools, 'conversation')} with tools that the chat template doesn't show")
     if not encoder.template.ends_turns:
         notes.append("the chat template's {% generation %} leaves out the end of the turn: the model won't learn it")
-    return writer.finish(notes=notes)
+    source = conversations.source if isinstance(conversations, ChatFiles) else "the data"
+    return writer.finish(notes=notes, source=source)
 
 
 def _parts(rendered: RenderedChat) -> Iterator[tuple[str, int]]:

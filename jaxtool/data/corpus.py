@@ -73,7 +73,7 @@ def corpus_samples(
     notes = list(documents.notes) if isinstance(documents, Documents) else []
     if without:
         notes.append(f"{counted(without, 'document')} skipped: the tokenizer has no token for any of their characters")
-    return writer.finish(notes=notes)
+    return writer.finish(notes=notes, source=documents.source if isinstance(documents, Documents) else "the corpus")
 
 
 def _encoded(documents: Iterable[Document], encoder: TextEncoder) -> Iterator[tuple[Document, np.ndarray, np.ndarray]]:

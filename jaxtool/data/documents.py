@@ -55,7 +55,8 @@ class Documents:
 
     Raises:
         FileNotFoundError: no such file, folder, match or data set.
-        SampleError: a source of another form; in iteration, all records that can't be used, by file, line and field.
+        SampleError: a source of another form; in iteration, all records that can't be used, by file, line and field,
+            or no record that has the unsupervised field.
     """
 
     def __init__(
@@ -75,18 +76,27 @@ class Documents:
         self._tfds = _TFDS.fullmatch(self.source)
         if self.source.startswith("tfds:") and self._tfds is None:
             raise SampleError(f"{self.source}: expected tfds:NAME[/CONFIG][:VERSION]:SPLIT")
+        if self._tfds and unsupervised_field is not None:
+            raise SampleError(f"unsupervised_field is {unsupervised_field!r}, but {self.source} has no JSON records")
         self._files = None if self._tfds else source_files(source, TEXT_ENDINGS)
 
     def __iter__(self) -> Iterator[Document]:
         problems, counts = Problems(), Counter[str]()
         found = self._from_tfds(self._tfds, problems) if self._tfds else self._from_files(problems, counts)
+        documents = 0
         for document in found:
+            documents += 1
             if document.text.strip():
                 if not problems:  # once something is wrong, the rest is read for what else is
                     yield document
             else:
                 counts["no text"] += 1
         problems.raise_if_any(SampleError, f"{self.source} can't be used as a corpus")
+        if self.unsupervised_field is not None and documents and not counts["with unsupervised field"]:
+            raise SampleError(
+                f"{self.source}: none of {counted(documents, 'document')} has the field {self.unsupervised_field!r} "
+                "(unsupervised_field), so all of the text would be learned"
+            )
         self.notes = list(self._files.notes) if self._files else []
         if counts["empty line"]:
             self.notes.append(f"{counted(counts['empty line'], 'empty line')} skipped")
@@ -100,7 +110,7 @@ class Documents:
         for path in self._files.files:
             if not path.name.lower().removesuffix(".gz").endswith(".txt"):
                 for record in json_records(path, problems, counts):
-                    document = self._from_record(str(path), record, problems)
+                    document = self._from_record(str(path), record, problems, counts)
                     if document is not None:
                         yield document
             elif self.text_files == "line":
@@ -125,7 +135,7 @@ class Documents:
             elif _is_text(line, where, problems):
                 yield Document(text=line, file=str(path), line=number)
 
-    def _from_record(self, file: str, record: Record, problems: Problems) -> Document | None:
+    def _from_record(self, file: str, record: Record, problems: Problems, counts: Counter[str]) -> Document | None:
         where, value = f"{file}:{record.line}", record.value
         if not isinstance(value, dict):
             problems.add(where, f"expected an object with a field {self.text_field!r}, found {json_kind(value)}")
@@ -140,6 +150,7 @@ class Documents:
             return None
         spans: tuple[tuple[int, int], ...] = ()
         if self.unsupervised_field is not None:
+            counts["with unsupervised field"] += self.unsupervised_field in value
             given = value.get(self.unsupervised_field, [])
             if not _are_spans(given, len(text)):
                 problems.add(

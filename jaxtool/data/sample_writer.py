@@ -79,6 +79,7 @@ class SampleWriter:
         self._files: dict[str, int] = {}
         self._too_long: list[str] = []
         self._documents = self._cut_documents = self._cut_tokens = self._split_documents = self._unsupervised = 0
+        self._cut_away = 0  # documents whose supervised tokens are all cut off
 
     def add(self, ids: np.ndarray | Sequence[int], supervised: np.ndarray | None, *, file: str, line: int) -> None:
         """Adds a document.
@@ -105,7 +106,7 @@ class SampleWriter:
             return
         if size > most and self.long == "cut":
             if wanted[0] >= most:
-                self._unsupervised += 1
+                self._cut_away += 1
                 return
             self._cut_documents += 1
             self._cut_tokens += size - most
@@ -129,11 +130,12 @@ class SampleWriter:
             done = end
         self._split_documents += pieces > 1
 
-    def finish(self, *, notes: Sequence[str] = ()) -> PreparedSamples:
+    def finish(self, *, notes: Sequence[str] = (), source: str = "the data") -> PreparedSamples:
         """The samples of all documents.
 
         Args:
             notes: lines about the reading of the data, to stand before those about the samples.
+            source: where the data come from, for the error that they hold nothing.
 
         Raises:
             SampleError: documents that are too long where that is an error, or no sample at all.
@@ -144,8 +146,16 @@ class SampleWriter:
                 'samples cut or split (long "cut", "split")'
             )
             raise SampleError(listing(heading, self._too_long))
+        left_out = []
+        if self._unsupervised:
+            left_out.append(f"{counted(self._unsupervised, self.kind)} left out: nothing in them is supervised")
+        if self._cut_away:
+            left_out.append(
+                f"{counted(self._cut_away, self.kind)} left out: what is supervised in them lies behind the cut at "
+                f"{self.max_tokens:,} tokens"
+            )
         if not self._sizes:
-            raise SampleError("; ".join(["the data has no token to train on", *notes]))
+            raise SampleError("; ".join([f"{source} has no token to train on", *notes, *left_out]))
         starts = np.zeros(len(self._sizes) + 1, np.int64)
         np.cumsum(np.frombuffer(self._sizes, np.int64), out=starts[1:])
         samples = SampleArrays(
@@ -171,14 +181,12 @@ class SampleWriter:
                 f"{counted(self._split_documents, self.kind)} longer than {self.max_tokens:,} tokens split into "
                 f"windows that overlap by {self.overlap:,}"
             )
-        if self._unsupervised:
-            lines.append(f"{counted(self._unsupervised, self.kind)} left out: nothing in them is supervised")
         return PreparedSamples(
             samples=samples,
             documents=self._documents,
             cut_documents=self._cut_documents,
             cut_tokens=self._cut_tokens,
             split_documents=self._split_documents,
-            unsupervised=self._unsupervised,
-            notes=(*notes, *lines),
+            unsupervised=self._unsupervised + self._cut_away,
+            notes=(*notes, *lines, *left_out),
         )

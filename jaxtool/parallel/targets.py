@@ -47,6 +47,8 @@ def find_target(name: str) -> Target:
     """
     if found := _CPU.fullmatch(name):
         return Target(name=name, devices=_fake_devices(int(found[1])), hbm_bytes=None, peak_flops=None)
+    if name.partition(":")[0] == "cpu":
+        raise ValueError(f"{name!r} is no number of fake devices, expected cpu:N with N from 1")
     by_shape = {topology.aot_name: topology for topology in TOPOLOGIES.values()}
     short = {f"{each.generation}-{each.accelerator_type.rpartition('-')[2]}": each for each in TOPOLOGIES.values()}
     topology = by_shape.get(name) or short.get(name) or find_topology(name)

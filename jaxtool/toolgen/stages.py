@@ -25,6 +25,7 @@ from jaxtool.data import (
     Query,
     RetrievalSet,
     SampleArrays,
+    SampleError,
     chat_samples,
     check_readable,
     corpus_samples,
@@ -32,6 +33,7 @@ from jaxtool.data import (
 from jaxtool.models import LanguageModelConfig
 from jaxtool.toolgen.samples import SampleSet, document_text, memorization_samples, retrieval_samples
 from jaxtool.tools import ToolCatalog
+from jaxtool.tools.json_records import counted
 
 Say = Callable[[str], object]
 
@@ -84,7 +86,11 @@ def training_stages(
                 f"{name}.rows {settings.rows}{parts} is not a multiple of the {shares} devices that share a batch "
                 f"(mesh.data x mesh.fsdp)"
             )
-        stages.append(_stage(name, settings, *make(config, data, tokenizer, base, say), seed=config.seed, say=say))
+        try:
+            made = make(config, data, tokenizer, base, say)
+        except SampleError as error:
+            raise SampleError(f"{name}: {error}") from error
+        stages.append(_stage(name, settings, *made, seed=config.seed, say=say))
     if not stages:
         raise ValueError(
             f"{', '.join(f'{name}.epochs' for name in makers)} are all 0: nothing to train, set one to 1 or more"
@@ -111,16 +117,21 @@ def _stage(
                 shorter_rows=settings.shorter_rows,
             )
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            limit = {"memorization": "data.max_document_tokens", "retrieval": "data.max_query_tokens"}.get(name)
+            hint = f" ({limit}; the tool is one token more)" if limit and len(samples) else ""
+            raise ValueError(f"{name}: {error}{hint}") from error
 
     batches = packed(samples, settings.epochs)
     held = packed(held_out, 1) if settings.evaluate_every and held_out is not None and len(held_out) else None
     if settings.evaluate_every and held is None:
         raise ValueError(f"{name}.evaluate_every is {settings.evaluate_every}, but nothing is held out of this stage")
+    measured = ""
+    if held_out is not None and len(held_out):
+        never = f", but never measured ({name}.evaluate_every is 0)" if held is None else ""
+        measured = f"; {counted(len(held_out), 'sample')} held out{never}"
     say(
         f"{name}: {len(samples):,} of {available:,} samples x {settings.epochs} epochs, {batches.tokens:,} tokens in "
-        f"{batches.steps:,} steps, rows {batches.filled:.0%} full; {notes}"
-        + (f"; {len(held.samples):,} samples held out" if held is not None else "")
+        f"{batches.steps:,} steps, rows {batches.filled:.0%} full; {notes}{measured}"
     )
     return Stage(name=name, settings=settings, batches=batches, held_out=held)
 

@@ -6,6 +6,7 @@ TensorBoard and Weights & Biases are shown the same numbers.
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+_FLUSH_SECONDS = 60.0  # between writes to disk of what TensorBoard shows
 # bf16 FLOP/s of a device, dense, by the beginning of its `device_kind`; longer beginnings first.
 _PEAKS = {
     "TPU v4": 275e12,
@@ -76,21 +78,51 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in a folder, for `tensorboard --logdir`."""
+    """Event files in a folder, for `tensorboard --logdir`.
+
+    They are written in the caller's thread: that of tensorboardX's SummaryWriter dies where the disk is full, and
+    whoever adds numbers then waits for it for ever.
+
+    Raises:
+        ValueError: the folder can't be written; by every method.
+    """
 
     def __init__(self, folder: Path) -> None:
-        from tensorboardX import SummaryWriter
+        from tensorboardX.event_file_writer import EventsWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._folder = folder
+        self._flushed = -math.inf
+        with self._writing():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._events = EventsWriter(str(folder / "events"))
 
     def show(self, step: int, values: Mapping[str, float]) -> None:
         """Takes the numbers of a step."""
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        numbers = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        now = time.monotonic()
+        with self._writing():
+            self._events.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=numbers)))
+            if now - self._flushed > _FLUSH_SECONDS:
+                self._flushed = now
+                self._events.flush()
 
     def close(self) -> None:
         """Writes what is left."""
-        self._writer.close()
+        with self._writing():
+            self._events.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ValueError(
+                f"{self._folder}: the event files of TensorBoard can't be written ({error.strerror}); the same command "
+                "goes on from the last checkpoint, without them with metrics.tensorboard false"
+            ) from error
 
 
 class WandB:

@@ -42,7 +42,7 @@ def open_sinks(config: MetricsConfig, run: Path, settings: Mapping[str, Any]) ->
     """The sinks that are asked for, on process 0; none elsewhere.
 
     Raises:
-        ValueError: a package is missing.
+        ValueError: a package is missing, or the folder can't be written.
     """
     if jax.process_index():
         return []

@@ -107,10 +107,30 @@ class RunDirectory:
         else:
             self._check_same(config, model, catalog)
             model = self.model_config()
-        catalog.save(self.path / "catalog.jsonl")
-        tokenizer.save_pretrained(self.path / "tokenizer")
-        write_atomically(self.path / "model.json", json.dumps(config_to_json(model), indent=1))
-        write_atomically(self.path / "config.yaml", to_yaml(config))
+        with self._writing("catalog.jsonl") as path:
+            catalog.save(path)
+        with self._writing("tokenizer") as path:
+            tokenizer.save_pretrained(path)
+        self._write("model.json", json.dumps(config_to_json(model), indent=1))
+        self._write("config.yaml", to_yaml(config))
+
+    def _write(self, name: str, text: str) -> None:
+        with self._writing(name) as path:
+            write_atomically(path, text)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        """The path of a file to write; that it can't be written is a ValueError which names it."""
+        path = self.path / name
+        try:
+            yield path
+        except Exception as error:
+            if not isinstance(error, OSError) and type(error) is not Exception:  # tokenizers raises the latter
+                raise
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ValueError(
+                f"{path}: can't be written ({reason}); when it can, the same command goes on from the last checkpoint"
+            ) from error
 
     def _check_shared(self) -> None:
         """Checks that all processes see what process 0 writes."""
@@ -173,12 +193,12 @@ class RunDirectory:
                     "tokenizer or chat template have changed); choose another run_dir"
                 )
         if jax.process_index() == 0:
-            write_atomically(path, json.dumps(dict(fingerprints), indent=1))
+            self._write(path.name, json.dumps(dict(fingerprints), indent=1))
 
     def record_stages(self, steps: Mapping[str, int]) -> None:
         """Records the stages in their order, and how many steps each has: what `unfinished` compares with."""
         if jax.process_index() == 0:
-            write_atomically(self.path / "stages.json", json.dumps(dict(steps), indent=1))
+            self._write("stages.json", json.dumps(dict(steps), indent=1))
 
     def unfinished(self, step: int) -> str | None:
         """How far training had come at checkpoint `step`, in words; None where that is its end.
@@ -377,9 +397,13 @@ class RunDirectory:
     # ---- metrics ---------------------------------------------------------------------------------------------------
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Appends one line to `metrics.jsonl`; a line that a kill left half-written is ended first."""
+        """Appends one line to `metrics.jsonl`; a line that a kill left half-written is ended first.
+
+        Raises:
+            ValueError: the file can't be written.
+        """
         if jax.process_index() == 0:
-            with (self.path / "metrics.jsonl").open("a+b") as file:
+            with self._writing("metrics.jsonl") as path, path.open("a+b") as file:
                 half = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
                 file.write((b"\n" if half else b"") + json.dumps(record).encode() + b"\n")
 

@@ -190,6 +190,30 @@ def test_bad_files(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"run_dir: gr\xfc\n", "run.yaml: expected UTF-8 text, found byte 0xfc"),
+        ("seed: 1\n".encode("utf-16"), "run.yaml: expected UTF-8 text, found byte 0xff"),
+        (b"seed: \x00\n", "run.yaml"),
+        (b"retrieval:\n\trows: 8\n", "in run.yaml, line 2, column 1"),
+        (b"# nothing yet\n", "run.yaml: expected lines of FIELD: VALUE, found nothing"),
+        (b"- 1\n", "run.yaml: expected lines of FIELD: VALUE, found a list"),
+        (b"hello\n", "run.yaml: expected lines of FIELD: VALUE, found 'hello'"),
+    ],
+)
+@pytest.mark.parametrize("joined", [False, True])
+def test_bad_files_are_named(
+    tmp_path: Path, content: bytes, said: str, joined: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        parse(*([f"--config={file}"] if joined else ["--config", str(file)]))
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_help_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse("--help")
@@ -209,6 +233,10 @@ def test_own_errors_are_one_line_and_foreign_ones_keep_their_traceback(capsys: p
     assert end.value.code == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback") and lines[-1].startswith("ValueError: invalid literal")
+    with pytest.raises(SystemExit) as end:
+        run_script(lambda: Path(__file__).parent.read_text() and None)
+    assert end.value.code == 1
+    assert capsys.readouterr().err == f"error: {Path(__file__).parent}: Is a directory\n"
     ends: list[int] = []
     run_script(lambda: StageConfig(rows=0) and None, end=ends.append)
     assert ends == [1]

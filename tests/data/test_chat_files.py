@@ -119,7 +119,7 @@ def with_turn(**turn: Any) -> dict[str, Any]:
         ([], "expected an object with messages or conversations, found a list"),
         ({"id": 1}, "expected a field messages or conversations, found 'id'"),
         ({"messages": [], "conversations": []}, "expected a field messages or conversations, found both"),
-        ({"messages": []}, "field messages: expected a list of messages, found a list"),
+        ({"messages": []}, "field messages: expected a list of messages, found an empty one"),
         ({"messages": {"role": "user"}}, "field messages: expected a list of messages, found an object"),
         ({"messages": ["x"]}, "field messages[0]: expected an object, found 'x'"),
         ({"messages": [{"role": "user"}], "system": 3}, "field system: expected text, found a number"),

@@ -215,12 +215,19 @@ def test_tool_tokens() -> None:
     assert sample.tokens.count(TOOLS + 1) == 2
     at = sample.tokens.index(TOOLS + 1, sample.tokens.index(TOOLS + 1) + 1)
     assert list(sample.tokens[at - 2 : at]) == in_bytes(" '") and sample.tokens[at + 1] == in_bytes("'")[0]
-    with pytest.raises(SampleError, match=r"^chats.jsonl:7: 'gone' is not in list"):
+    with pytest.raises(SampleError, match=r"chats.jsonl:7: 'gone' is not in list"):
         prepared([conversation("ask", (ToolName(name="gone"),))], encoder)
     with pytest.raises(
-        SampleError, match=r"^chats.jsonl:7: the tool 'x' stands in a message, but there is no catalogue"
+        SampleError, match=r"chats.jsonl:7: the tool 'x' stands in a message, but there is no catalogue"
     ):
         prepared([conversation("ask", (ToolName(name="x"),))])
+
+
+def test_unknown_tools_are_all_named() -> None:
+    encoder = ChatEncoder(TEMPLATES["llama"], tool_id=["known"].index, vocabulary=TOOLS)
+    given = [conversation("ask", (ToolName(name=name),)) for name in ("a", "known", *["b"] * 300)]
+    with pytest.raises(SampleError, match=r"can't be made samples: 301 problems\n  chats.jsonl:7: 'a' is not in list"):
+        prepared(given, encoder)
 
 
 CALLS = (

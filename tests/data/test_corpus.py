@@ -110,7 +110,7 @@ def test_counts(tmp_path: Path) -> None:
 
 def test_what_cannot_be_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text(" ")
-    with pytest.raises(SampleError, match="the data has no token to train on; 1 document without text skipped"):
+    with pytest.raises(SampleError, match=r"a.txt has no token to train on; 1 document without text skipped"):
         prepared(Documents(tmp_path / "a.txt"))
     with pytest.raises(SampleError, match=r"a.txt:1: the tokenizer gives id 124, but the model has 100 text rows"):
         prepared(documents("y"), vocabulary=100)

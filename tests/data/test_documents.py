@@ -87,6 +87,16 @@ def test_bad_records_are_all_named(tmp_path: Path) -> None:
     ]
 
 
+def test_an_unsupervised_field_that_no_record_has(tmp_path: Path) -> None:
+    """A misspelt one would have all of the text learned; records without it have nothing to leave out."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b", "given": [[0, 1]]}\n')
+    assert len(list(Documents(tmp_path / "a.jsonl", unsupervised_field="given"))) == 2
+    with pytest.raises(SampleError, match=r"none of 2 documents has the field 'gvien' \(unsupervised_field\)"):
+        list(Documents(tmp_path / "a.jsonl", unsupervised_field="gvien"))
+    with pytest.raises(SampleError, match=r"unsupervised_field is 'given', but tfds:a:train has no JSON records"):
+        Documents("tfds:a:train", unsupervised_field="given")
+
+
 @pytest.mark.parametrize("form", ["file", "line"])
 def test_text_files_that_are_not_text(tmp_path: Path, form: str) -> None:
     path = tmp_path / "a.txt"

@@ -115,6 +115,23 @@ def test_too_long_is_an_error_that_names_all() -> None:
     ]
 
 
+def test_nothing_to_learn_says_why() -> None:
+    writer = SampleWriter(max_tokens=2, long="cut", kind="conversation")
+    writer.add([1, 2, 3], np.asarray([True, False, False]), file="a.jsonl", line=1)
+    for line in (2, 3):
+        writer.add([1, 2, 3, 4], np.asarray([False, False, False, True]), file="a.jsonl", line=line)
+    with pytest.raises(SampleError) as caught:
+        writer.finish(notes=["1 empty line skipped"], source="a.jsonl")
+    left_out = (
+        "1 conversation left out: nothing in them is supervised",
+        "2 conversations left out: what is supervised in them lies behind the cut at 2 tokens",
+    )
+    assert str(caught.value) == "; ".join(["a.jsonl has no token to train on", "1 empty line skipped", *left_out])
+    writer.add([1, 2], None, file="a.jsonl", line=4)
+    found = writer.finish()
+    assert found.notes[-2:] == left_out and found.unsupervised == 3
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -139,6 +139,33 @@ def test_hostile_text_is_shown_as_text(world: Path, tmp_path: Path) -> None:
     assert other[0] == 0 and "data.system_prompt is 'Hi', but the model was trained with None" in other[2]
 
 
+def test_what_is_left_out_is_said(world: Path, tmp_path: Path) -> None:
+    """Traces of stages that end within the traced steps, samples that are held out for nothing, nothing to learn."""
+    (tmp_path / "texts.txt").write_text("one\ntwo\nthree\nfour\nfive\n")
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n')
+    corpus = ["--corpus.epochs", "1", "--corpus.source", str(tmp_path / "texts.txt"), "--corpus.text_files", "line"]
+    corpus += ["--corpus.rows", "1", "--corpus.row_length", "64", "--corpus.held_out", "0.4"]
+    short = ["--memorization.rows", "2", "--memorization.epochs", "1", "--retrieval.max_samples", "8"]
+    agent = ["--agent.epochs", "1", "--agent.row_length", "64", "--agent.source", str(tmp_path / "chats.jsonl")]
+    traced, silent = run_all(
+        world,
+        ("train/finetune.py", ["--run_dir", str(tmp_path / "run"), "--profile", *corpus, *short]),
+        ("train/finetune.py", ["--run_dir", str(tmp_path / "silent"), *agent]),
+    )
+    assert traced[0] == 0, traced[2]
+    assert "2 samples held out, but never measured (corpus.evaluate_every is 0)" in " ".join(traced[1].split())
+    assert "corpus: no trace, it has 1 steps and the first 3 are left out" in traced[1]
+    records = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    steps = [record["stage"] for record in records if "loss" in record]
+    assert 3 < steps.count("memorization") < 6 <= steps.count("retrieval")  # the first ends while it is traced
+    assert len(list((tmp_path / "run/profile").rglob("*.xplane.pb"))) == 2
+    assert silent[0] == 1
+    assert silent[2] == (
+        f"error: agent: {tmp_path / 'chats.jsonl'} has no token to train on; 1 conversation left out: nothing in them "
+        "is supervised\n"
+    )
+
+
 def test_broken_training_is_stopped_by_name(world: Path, tmp_path: Path) -> None:
     """A gradient that overflows while the loss does not; a checkpoint that no step of the run has written."""
     model = tmp_path / "model"

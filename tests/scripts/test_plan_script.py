@@ -62,7 +62,7 @@ def test_decoding_for_fake_devices(script: Script) -> None:
 
 MISTAKES = {
     "machine": (["--topology", "v5e-60"], "unknown accelerator type 'v5e-60'; near ones: v5litepod-64"),
-    "mfu": (["--topology", "cpu:8", "--mfu", "0"], "mfu is 0.0, expected a share up to 1"),
+    "mfu": (["--topology", "cpu:8", "--mfu", "0"], "mfu is 0.0, expected a share above 0, up to 1"),
     "model": (["--topology", "cpu:8", "--model.source", "SET", "--tools", "3"], "SET: no config.json"),
     "mesh": (
         ["--topology", "cpu:8", "--mesh.fsdp", "3", "--tools", "3"],
@@ -72,7 +72,7 @@ MISTAKES = {
         ["--topology", "cpu:8", "--tools", "3", "--memorization.epochs", "0", "--retrieval.epochs", "0"],
         "decode_rows are all 0: nothing to plan",
     ),
-    "decode_length": (["--topology", "cpu:8", "--decode_length", "0"], "decode_length is 0, expected a positive"),
+    "decode_length": (["--topology", "cpu:8", "--decode_length", "0"], "decode_length is 0, expected 1 or more"),
     "libtpu": (["--topology", "v5e:8x8"], f"pip install 'jax[tpu]=={jax.__version__}'"),
 }
 

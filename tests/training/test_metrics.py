@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,23 @@ def test_tensorboard_reads_what_was_shown(tmp_path: Path) -> None:
         values += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         content = content[16 + length :]
     assert values[::2] == [(0, "loss", 2.0), (1, "loss", 1.0), (2, "loss", 0.0)]
+
+
+def test_a_full_disk_ends_tensorboard_by_name(tmp_path: Path) -> None:
+    """It is said where numbers are shown: a writer in the background would die, and its queue fill up for ever."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    board = metrics.TensorBoard(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(ValueError, match="event files of TensorBoard can't be written"):
+            for step in range(10_000):
+                board.show(step, {"loss": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    board.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file: the event files of TensorBoard can't be written"):
+        metrics.TensorBoard(tmp_path / "file")
 
 
 def test_wandb_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -391,3 +392,27 @@ def test_metrics_survive_a_kill(tmp_path: Path) -> None:
     assert [record["loss"] for record in run.metrics()] == [3.0, 1.5, 1.0]
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[0])["step"] == 1
+
+
+def test_a_full_disk_is_named_with_its_file(tmp_path: Path) -> None:
+    class Full:
+        def save_pretrained(self, folder: Path) -> None:
+            raise Exception("No space left on device (os error 28)")  # as tokenizers does
+
+    with pytest.raises(ValueError, match=r"tokenizer: can't be written \(No space left on device"):
+        RunDirectory(tmp_path / "new").start(RunConfig(), CONFIG, CATALOG, Full())
+    run = RunDirectory(tmp_path)
+    run.log({"step": 1, "loss": 1.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+    try:
+        with pytest.raises(ValueError, match=r"metrics.jsonl: can't be written \(File too large.*the same command"):
+            for step in range(2, 100):
+                run.log({"step": step, "loss": 1.0})
+        with pytest.raises(ValueError, match=r"samples.json: can't be written"):
+            run.check_samples({"retrieval": "a" * 2000})
+        with pytest.raises(ValueError, match=r"stages.json: can't be written"):
+            run.record_stages({"a" * 2000: 1})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.metrics()[0] == {"step": 1, "loss": 1.0} and not (tmp_path / "samples.json").exists()
