@@ -40,9 +40,8 @@ def with_end(ids: list[Path]) -> list[Path]:
     return [(*tokens, END) for tokens in ids]
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
 @pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("end", [False, True])
+@pytest.mark.parametrize(("end", "chunk"), [(False, 1), (True, 4)])
 def test_enough_beams_are_exact(normalize: str, end: bool, chunk: int, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue("model" if end else "biased_model")
     ids = random_ids(23, seed=1, end=end)
@@ -57,9 +56,8 @@ def test_enough_beams_are_exact(normalize: str, end: bool, chunk: int, request: 
             assert np.exp(found.scores_bk[row]).sum() == pytest.approx(1)
 
 
-@pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("normalize", NORMALIZE)
-@pytest.mark.parametrize("beams", [1, 2, 5])
+@pytest.mark.parametrize(("beams", "chunk"), [(1, 3), (2, 1), (5, 3)])
 def test_few_beams_are_a_plain_beam_search(model: Any, normalize: str, beams: int, chunk: int) -> None:
     ids = random_ids(60, seed=2, end=True)
     trie = ToolTrie.build(ids, end_token=END, vocab_rows=VOCAB)
@@ -85,8 +83,7 @@ def test_ids_that_begin_others(model: Any, normalize: str, score_end: bool) -> N
         assert_ranking(found, row, reference.ranking(exponent=0.7))
 
 
-@pytest.mark.parametrize("chunk", [1, 4])
-@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize(("normalize", "chunk"), [("full", 4), ("slice", 3), ("allowed", 1), ("allowed", 4)])
 def test_subsets(model: Any, normalize: str, chunk: int) -> None:
     """Each row its own: some tools, one, none. Their order among all others must not matter."""
     ids = random_ids(40, seed=3, end=True)
@@ -101,7 +98,7 @@ def test_subsets(model: Any, normalize: str, chunk: int) -> None:
         assert_ranking(found, row, Reference(model, prompt, with_end(ids), normalize, allowed=few).ranking())
 
 
-@settings(max_examples=8)  # each compiles anew
+@settings(max_examples=6)  # each compiles anew
 @given(
     ids=st.lists(st.lists(st.integers(0, 3), max_size=6).map(tuple), min_size=1, max_size=16, unique=True),
     search=st.builds(
@@ -203,11 +200,10 @@ def test_ties_go_to_the_lower_id(model: Any) -> None:
     trie = ToolTrie.build(ids, end_token=None, vocab_rows=VOCAB)
     flat = with_parameters(model, {**parameters(model), "head_vd": 0 * parameters(model)["head_vd"]})
     for normalize in NORMALIZE:
-        for pool in ("single", "two"):
-            search = BeamSearch(beams=5, keep=5, normalize=normalize, finished_pool=pool)
-            found = ranked(flat, trie, PROMPTS, search)
-            first = sorted(range(9), key=lambda tool: ids[tool])[:5]
-            assert found.tools_bk.tolist() == [sorted(first)] * 3
+        search = BeamSearch(beams=5, keep=5, normalize=normalize)
+        found = ranked(flat, trie, PROMPTS, search)
+        first = sorted(range(9), key=lambda tool: ids[tool])[:5]
+        assert found.tools_bk.tolist() == [sorted(first)] * 3
 
 
 def test_scores_are_float32_where_the_model_is_not() -> None:
@@ -245,18 +241,17 @@ def test_padded_rows_never_win(model: Any) -> None:
             TrieHead.build(decode_model(model), trie, normalize)
 
 
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (4, 1, 2)])
 @pytest.mark.parametrize(
-    "search",
+    ("architecture", "sizes", "search"),
     [
-        BeamSearch(beams=5, keep=5),
-        BeamSearch(beams=5, keep=5, normalize="slice", finished_pool="two", length_exponent=1.0),
-        BeamSearch(beams=5, keep=5, normalize="allowed"),
+        ("llama", (2, 2, 2), BeamSearch(beams=5, keep=5)),
+        ("gptj", (4, 1, 2), BeamSearch(beams=5, keep=5, normalize="slice", finished_pool="two", length_exponent=1.0)),
+        ("llama", (4, 1, 2), BeamSearch(beams=5, keep=5, normalize="allowed")),
+        ("gptj", (2, 2, 2), BeamSearch(beams=5, keep=5, normalize="allowed", chunk=1)),
     ],
-    ids=lambda search: search.normalize,
+    ids=["full", "slice", "allowed", "allowed, no chunks"],
 )
-@pytest.mark.parametrize("architecture", ["llama", "gptj"])
-def test_eight_devices(sizes: tuple[int, int, int], search: BeamSearch, architecture: str) -> None:
+def test_eight_devices(architecture: str, sizes: tuple[int, int, int], search: BeamSearch) -> None:
     config = dataclasses.replace(CONFIGS[architecture], num_tools=9)
     trie = ToolTrie.build(random_ids(40, seed=4, end=True), end_token=END, vocab_rows=VOCAB)
     prompts = [*PROMPTS, [7], [1, 2], [3] * 9, [90, 80], [60]]
