@@ -1,7 +1,7 @@
 """Decoding: cache, sampling, generation in steps; the trie of tool ids and beam search over it."""
 
 from jaxtool.decoding.activations import prompt_states
-from jaxtool.decoding.beam_search import RankedTools, rank_tools
+from jaxtool.decoding.beam_search import BeamSearch, RankedTools, rank_tools
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.constraint import Constraint
 from jaxtool.decoding.decode_model import DecodeModel, decode_model, prefill
@@ -12,11 +12,14 @@ from jaxtool.decoding.offline_job import OfflineJob, Part
 from jaxtool.decoding.offline_progress import OfflineProgress
 from jaxtool.decoding.rows import Rows, constrain, forget, resize, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
+from jaxtool.decoding.tool_subset import ToolSubset
 from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, ToolTrie
+from jaxtool.decoding.trie_head import TrieHead
 
 __all__ = [
     "DEAD_NODE",
     "ROOT_NODE",
+    "BeamSearch",
     "Capture",
     "Completion",
     "Constraint",
@@ -31,7 +34,9 @@ __all__ = [
     "RowSampling",
     "Rows",
     "Sampling",
+    "ToolSubset",
     "ToolTrie",
+    "TrieHead",
     "constrain",
     "decode",
     "decode_model",

@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from jaxtool.decoding.rows import FREE, Rows
 from jaxtool.decoding.sampling import RowSampling, choose
-from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, ToolTrie, take
+from jaxtool.decoding.tool_subset import ToolSubset
+from jaxtool.decoding.tool_trie import ROOT_NODE, ToolTrie, take
+from jaxtool.parallel import AxisRules
 
 
 @jax.tree_util.register_dataclass
@@ -24,20 +26,27 @@ class Constraint:
     Attributes:
         trie: ids of the tools.
         trigger_ids: int32 [K], text tokens behind which a tool must be named (none: -1).
-        reach_bn: bool [B, N], the nodes that each row may visit (`trie.reachable` of the tools it may name), or None.
-            A row that may name no tool never leaves free text.
+        allowed_bt: bool [B, T], the tools that each row may name (None: all). A row that may name none never leaves
+            free text.
         first_tokens: whether the first token of a tool's id, written in free text, begins the naming of it.
         stop_at_tool: whether a row ends when it has named a tool.
     """
 
     trie: ToolTrie
     trigger_ids: jax.Array
-    reach_bn: jax.Array | None = None
+    allowed_bt: jax.Array | None = None
     first_tokens: bool = field(default=False, metadata={"static": True})
     stop_at_tool: bool = field(default=True, metadata={"static": True})
 
     def chosen(
-        self, state: Rows, logits_bv: jax.Array, free_b: jax.Array, sampling: RowSampling, *, draws: bool
+        self,
+        state: Rows,
+        logits_bv: jax.Array,
+        free_b: jax.Array,
+        sampling: RowSampling,
+        rules: AxisRules,
+        *,
+        draws: bool,
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """The next token of each row, and where it takes the row.
 
@@ -46,6 +55,7 @@ class Constraint:
             logits_bv: float32, after the penalty.
             free_b: int32, the token that each row would choose in free text.
             sampling: settings of the rows; temperature and filters apply among the tokens that may come next.
+            rules: layouts.
             draws: whether any row has a temperature.
 
         Returns:
@@ -53,9 +63,10 @@ class Constraint:
             token was constrained.
         """
         trie = self.trie
+        subset = ToolSubset.of(trie, self.allowed_bt, rules)
         # A row whose root can't reach a tool, or that the caller put to a dead end, goes on in free text.
         column_bk, child_bk, valid_bk = trie.children(state.node_b, trie.max_children)
-        valid_bk &= self._reached(child_bk)
+        valid_bk &= subset.count(child_bk) > 0
         inside_b = (state.node_b != FREE) & jnp.any(valid_bk, axis=-1)
         # The mask comes first; a free row's is opened, so that no row is without anything to choose.
         token_bk = take(trie.alphabet, column_bk)
@@ -70,17 +81,10 @@ class Constraint:
         if self.first_tokens:
             child_b = trie.child_of(jnp.full_like(started_b, ROOT_NODE), free_b)
             started_b = jnp.where(begins_b, started_b, child_b)
-        started_b = jnp.where(self._reached(started_b[:, None])[:, 0], started_b, FREE)
+        started_b = jnp.where(subset.count(started_b) > 0, started_b, FREE)
         node_b = jnp.where(inside_b, pick(child_bk, place_b), started_b)
         tool_b = take(trie.node_tool, node_b)
         return token_b, jnp.where(tool_b >= 0, FREE, node_b), tool_b, inside_b
-
-    def _reached(self, node_bk: jax.Array) -> jax.Array:
-        """Whether each row may visit the nodes [B, K]; the dead one, which stands for free text here, never."""
-        inside_bk = node_bk != DEAD_NODE
-        if self.reach_bn is None:
-            return inside_bk
-        return inside_bk & jax.vmap(lambda reach_n, node_k: reach_n.at[node_k].get())(self.reach_bn, node_bk)
 
     def applied(self, state: Rows, which_b: jax.Array, node_b: jax.Array, tool_b: jax.Array) -> Rows:
         """The rows `which_b` at their new nodes, with the tools that they named."""

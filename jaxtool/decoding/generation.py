@@ -18,6 +18,7 @@ from jaxtool.decoding.constraint import Constraint
 from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.decoding.rows import Rows, by_row, put_rows, take_rows
 from jaxtool.decoding.sampling import RowSampling, choose, penalised
+from jaxtool.parallel import AxisRules
 
 
 @jax.jit(donate_argnames="state", static_argnames=("draws", "last", "capture"))
@@ -93,7 +94,7 @@ def read(
     )
     if logits_bv is None:
         return state
-    return _chosen(state, logits_bv, which_b, sampling, limit_b, stop_ids, constraint, draws=draws)
+    return _chosen(model.rules, state, logits_bv, which_b, sampling, limit_b, stop_ids, constraint, draws=draws)
 
 
 @jax.jit(donate_argnames="state", static_argnames=("draws", "capture"))
@@ -134,7 +135,9 @@ def decode(
             put = jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))
             state = replace(state, captured_bnld=put(state.captured_bnld, at_b, stacked(captured, model.rules)))
         logits_bv = model.last_logits(hidden_bsd, jnp.ones_like(count_b))
-        return step + 1, _chosen(state, logits_bv, active_b, sampling, limit_b, stop_ids, constraint, draws=draws)
+        return step + 1, _chosen(
+            model.rules, state, logits_bv, active_b, sampling, limit_b, stop_ids, constraint, draws=draws
+        )
 
     return jax.lax.while_loop(going_on, turn, (jnp.int32(0), state))[1]
 
@@ -148,12 +151,13 @@ def _settings(
     stop_ids = jnp.asarray(stop_ids)
     if stop_ids.ndim == 2:
         stop_ids = by_row(model.rules, stop_ids)
-    if constraint is not None and constraint.reach_bn is not None:
-        constraint = replace(constraint, reach_bn=by_row(model.rules, constraint.reach_bn))
+    if constraint is not None and constraint.allowed_bt is not None:
+        constraint = replace(constraint, allowed_bt=by_row(model.rules, constraint.allowed_bt))
     return sampling, limit_b, stop_ids, constraint
 
 
 def _chosen(
+    rules: AxisRules,
     state: Rows,
     logits_bv: jax.Array,
     which_b: jax.Array,
@@ -171,7 +175,7 @@ def _chosen(
     token_b = choose(changed_bv, sampling, state.count_b, draws=draws)
     stopped_b = jnp.any(token_b[:, None] == stop_ids, axis=-1)
     if constraint is not None:
-        token_b, node_b, tool_b, inside_b = constraint.chosen(state, changed_bv, token_b, sampling, draws=draws)
+        token_b, node_b, tool_b, inside_b = constraint.chosen(state, changed_bv, token_b, sampling, rules, draws=draws)
         # Within a tool's id a stop token is a token like others: END, as a rule.
         stopped_b = jnp.where(inside_b, False, stopped_b)
         if constraint.stop_at_tool:

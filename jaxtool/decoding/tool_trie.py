@@ -49,9 +49,12 @@ class ToolTrie:
         first_leaf: int32 [N]; the leaves below a node are `first_leaf` up to and with `last_leaf` in `leaf_order`.
         last_leaf: int32 [N]; -1 for the dead node, whose range is empty.
         leaf_order: int32 [T]; the tools, sorted by id (END edges are part of an id).
+        tool_depth: int32 [T]; the tokens of each tool's id, END included: the depth of its leaf.
         alphabet: int32 [A]; the token of each column, ascending: all tokens that occur, END included.
         level_nodes: number of nodes at each depth from 0 to `max_depth`.
         level_children: largest number of children of a node at each of these depths.
+        longest_run: most forced tokens in a row that lead to a decision.
+        longest_tail: most forced tokens in a row that lead to a leaf, its own not counted.
         end_token: token of the END edges, or None where a tool ends at its last token.
     """
 
@@ -64,9 +67,12 @@ class ToolTrie:
     first_leaf: IntArray
     last_leaf: IntArray
     leaf_order: IntArray
+    tool_depth: IntArray
     alphabet: IntArray
     level_nodes: tuple[int, ...] = field(metadata={"static": True})
     level_children: tuple[int, ...] = field(metadata={"static": True})
+    longest_run: int = field(metadata={"static": True})
+    longest_tail: int = field(metadata={"static": True})
     end_token: int | None = field(metadata={"static": True})
 
     @classmethod
@@ -121,6 +127,7 @@ class ToolTrie:
         run_end = np.where(count_n == 1, child_start[:-1] + _FIRST_CHILD, np.arange(num_nodes))
         for _ in range(len(levels).bit_length()):
             run_length, run_end = run_length + run_length[run_end], run_end[run_end]
+        to_leaf = node_tool[run_end] >= 0
         level_starts = np.cumsum([ROOT_NODE, *level_nodes[:-1]])
         return cls(
             child_start=child_start.astype(np.int32),
@@ -132,9 +139,12 @@ class ToolTrie:
             first_leaf=first_leaf.astype(np.int32),
             last_leaf=(first_leaf + leaves - 1).astype(np.int32),
             leaf_order=leaf_order.astype(np.int32),
+            tool_depth=lengths_t.astype(np.int32),
             alphabet=alphabet.astype(np.int32),
             level_nodes=tuple(level_nodes),
             level_children=tuple(np.maximum.reduceat(count_n, level_starts).tolist()),
+            longest_run=int(np.max(run_length, where=~to_leaf, initial=0)),
+            longest_tail=max(int(np.max(run_length, where=to_leaf, initial=0)) - 1, 0),
             end_token=end_token,
         )
 
@@ -163,17 +173,24 @@ class ToolTrie:
         """int32 [N-2]; the node at the end of each edge: e + 2 for edge e."""
         return jnp.arange(_FIRST_CHILD, self.num_nodes, dtype=jnp.int32)
 
-    def level_columns(self, depth: int) -> NDArray[np.int32]:
+    def level_columns(self, depth: int, *, decisions_only: bool = False) -> NDArray[np.int32]:
         """The distinct columns of the edges that leave nodes at `depth`, ascending; on the host.
+
+        Args:
+            depth: 0 for the root.
+            decisions_only: leave the only edges of nodes out.
 
         Raises:
             ValueError: the trie has no such depth.
         """
         if not 0 <= depth <= self.max_depth:
             raise ValueError(f"depth is {depth}; expected 0 to {self.max_depth}, the deepest level of the trie")
-        first = sum(self.level_nodes[1 : depth + 1])
-        width = sum(self.level_nodes[depth + 1 : depth + 2])
-        return np.unique(np.asarray(self.child_column)[first : first + width])
+        start = np.asarray(self.child_start)
+        first = ROOT_NODE + sum(self.level_nodes[:depth])
+        nodes = np.arange(first, first + self.level_nodes[depth])
+        columns = np.asarray(self.child_column)[start[nodes[0]] : start[nodes[-1] + 1]]
+        count = start[nodes + 1] - start[nodes]
+        return np.unique(columns[np.repeat(count, count) > 1] if decisions_only else columns)
 
     def run_tokens(self, width: int) -> NDArray[np.int32]:
         """The first `width` forced tokens behind each node, [N, width]; on the host.
@@ -211,6 +228,14 @@ class ToolTrie:
             tool = tool_n[self.walk([*sequence, self.end_token])]
         return int(tool) if tool >= 0 else None
 
+    def node_behind(self, edge: jax.Array) -> jax.Array:
+        """The node at the end of each edge."""
+        return edge + _FIRST_CHILD
+
+    def column_to(self, node: jax.Array) -> jax.Array:
+        """The column of the edge that leads to each node; of any value for the root and the dead node."""
+        return take(self.child_column, node - _FIRST_CHILD)
+
     def children(self, node: jax.Array, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The first `width` children of each node, by ascending column.
 
@@ -245,23 +270,22 @@ class ToolTrie:
         found = (low < end) & (self._edge_token(low) == token)
         return jnp.where(found, low + _FIRST_CHILD, DEAD_NODE)
 
-    def reachable(self, allowed: jax.Array) -> jax.Array:
-        """Which nodes have an allowed tool below them or are one, bool [.., N], for `allowed` bool [.., T].
+    def child_above(self, node: jax.Array, place: jax.Array) -> jax.Array:
+        """The child of each node int32 [..] that leads to the leaf at `place` [..] of `leaf_order`, by bisection.
 
-        Where no tool is allowed, no node is reachable, the root included. Makes T + 2N reads for each subset.
-
-        Raises:
-            ValueError: `allowed` isn't of that type and width.
+        The leaf must be below the node; 0 for nodes without children.
         """
-        allowed = jnp.asarray(allowed)
-        if allowed.dtype != np.bool_ or allowed.shape[-1:] != (self.num_tools,):
-            expected = f"expected bool [.., {self.num_tools}], one for each tool"
-            raise ValueError(f"allowed has shape {allowed.shape} and type {allowed.dtype}; {expected}")
-        ordered = jnp.take(allowed, jnp.asarray(self.leaf_order), axis=-1, mode="clip")
-        counts = jnp.cumsum(ordered, axis=-1, dtype=jnp.int32)
-        before = jnp.pad(counts, [(0, 0)] * (allowed.ndim - 1) + [(1, 0)])
-        ends = jnp.take(before, jnp.asarray(self.last_leaf) + 1, axis=-1, mode="clip")
-        return ends > jnp.take(before, jnp.asarray(self.first_leaf), axis=-1, mode="clip")
+
+        def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            low, high = bounds
+            middle = (low + high + 1) // 2
+            right = take(self.first_leaf, middle + _FIRST_CHILD) <= place
+            return jnp.where(right, middle, low), jnp.where(right, high, middle - 1)
+
+        start, end = take(self.child_start, node), take(self.child_start, node + 1)
+        last = jnp.maximum(end - 1, start)
+        edge, _ = jax.lax.fori_loop(0, self.max_children.bit_length(), halve, (start, last))
+        return jnp.where(start < end, edge + _FIRST_CHILD, DEAD_NODE)
 
     def _edge_token(self, edge: jax.Array) -> jax.Array:
         return take(self.alphabet, take(self.child_column, edge))
@@ -275,6 +299,17 @@ def take(values: IntArray, index: jax.Array) -> jax.Array:
     index = jnp.asarray(index)
     layout = jax.typeof(index).sharding.spec if active_mesh_axes() else None
     return jnp.asarray(values).at[index].get(mode="clip", wrap_negative_indices=False, out_sharding=layout)
+
+
+def take_each(values: jax.Array, index: jax.Array, axes: int) -> jax.Array:
+    """Entries of each of the arrays that the first `axes` axes of `values` number, at its own index or indices."""
+
+    def entries(values: jax.Array, index: jax.Array) -> jax.Array:
+        return values.at[index].get(mode="clip", wrap_negative_indices=False)
+
+    for _ in range(axes):
+        entries = jax.vmap(entries)
+    return entries(values, index)
 
 
 def _checked_tokens(

@@ -153,9 +153,8 @@ def test_each_row_has_its_own_tools(model: Any) -> None:
     allowed_bt = np.zeros((ROWS, len(IDS)), bool)
     for row in range(ROWS - 1):
         allowed_bt[row, [row, (row + 2) % len(IDS)]] = True
-    trie = jax.device_put(TRIE)  # row 5 may name none: it writes text
-    made = decode_model(model)
-    constraint = constraint_of([], reach_bn=trie.reachable(allowed_bt))
+    made = decode_model(model)  # row 5 may name none: it writes text
+    constraint = constraint_of([], allowed_bt=allowed_bt)
     tokens, tools, _ = generated(made, prompts, constraint, inside=inside)
     for row, prompt in enumerate(prompts):
         allowed = np.flatnonzero(allowed_bt[row]).tolist()
@@ -177,12 +176,12 @@ def test_eight_devices(model: Any) -> None:
     prompts, inside = prompts_of(8), [row % 3 > 0 for row in range(8)]
     allowed_bt = np.ones((8, len(IDS)), bool)
     allowed_bt[1, :4] = False
-    one = constraint_of([20, 30], reach_bn=jax.device_put(TRIE).reachable(allowed_bt), stop_at_tool=False)
+    one = constraint_of([20, 30], allowed_bt=allowed_bt, stop_at_tool=False)
     before = generated(decode_model(model), prompts, one, inside=inside)
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, model=2))
     with jax.set_mesh(mesh):
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         trie = jax.device_put(TRIE, everywhere)
-        constraint = dataclasses.replace(one, trie=trie, reach_bn=np.asarray(one.reach_bn))
+        constraint = dataclasses.replace(one, trie=trie)
         made = decode_model(random_model(CONFIG, mesh=mesh))
         assert generated(made, prompts, constraint, inside=inside) == before

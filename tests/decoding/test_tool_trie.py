@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -17,68 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtool.config import MeshConfig
 from jaxtool.decoding import DEAD_NODE, ROOT_NODE, ToolTrie
 from jaxtool.parallel import make_mesh
-
-VOCAB = 64
-END = 21  # between the other tokens
-TOKENS = (0, 5, 20, 22, 40, 63)
-Ids = Sequence[tuple[int, ...]]
+from tests.decoding.trie_truth import CATALOGUES, END, TOKENS, VOCAB, BruteForce, Ids, built, catalogues
 
 children = jax.jit(ToolTrie.children, static_argnames="width")
 child_of = jax.jit(ToolTrie.child_of)
-reachable = jax.jit(ToolTrie.reachable)
-
-
-@dataclass
-class BruteForce:
-    """What a trie is, from all prefixes of all ids."""
-
-    ids: Ids
-
-    def __post_init__(self) -> None:
-        distinct = {full[:length] for full in self.ids for length in range(len(full) + 1)}
-        self.prefixes = sorted(distinct, key=lambda prefix: (len(prefix), prefix))
-        self.node = {prefix: ROOT_NODE + place for place, prefix in enumerate(self.prefixes)}
-        self.tool = {full: tool for tool, full in enumerate(self.ids)}
-        self.tokens: dict[tuple[int, ...], list[int]] = {prefix: [] for prefix in self.prefixes}
-        for prefix in self.prefixes[1:]:
-            self.tokens[prefix[:-1]].append(prefix[-1])
-
-    def run(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
-        end = prefix
-        while len(self.tokens[end]) == 1:
-            end += (self.tokens[end][0],)
-        return end[len(prefix) :]
-
-    def below(self, prefix: tuple[int, ...]) -> set[int]:
-        return {tool for tool, full in enumerate(self.ids) if full[: len(prefix)] == prefix}
-
-
-def built(ids: Ids, end_token: int | None) -> tuple[ToolTrie, BruteForce]:
-    trie = ToolTrie.build(ids, end_token=end_token, vocab_rows=VOCAB)
-    return trie, BruteForce(ids if end_token is None else [(*tokens, end_token) for tokens in ids])
-
-
-@st.composite
-def catalogues(draw: st.DrawFn) -> tuple[Ids, int | None]:
-    """Distinct ids and an end token: with one, ids that begin others and the empty one too; without, none of them."""
-    end_token = draw(st.sampled_from([END, None]))
-    one_id = st.lists(st.sampled_from(TOKENS), min_size=end_token is None, max_size=6).map(tuple)
-    ids = draw(st.lists(one_id, min_size=1, max_size=25, unique=True))
-    if end_token is None:
-        ids = [a for a in ids if not any(a != b and b[: len(a)] == a for b in ids)]
-    return ids, end_token
-
-
-MIXED = [(5, 20, 40), (22, 20, 63), (5, 20, 22, 5), (63,), (22, 0), (5, 0, 0, 0, 0), (40, 40), (5, 20, 5)]
-CATALOGUES: dict[str, tuple[Ids, int | None]] = {
-    "mixed lengths": (MIXED, None),
-    "mixed lengths, END": (MIXED, END),
-    "ids that begin others": ([(5,), (5, 20), (), (5, 20, 40, 0), (20, 5), (5, 40)], END),
-    "one tool": ([(40, 5, 20)], None),
-    "one empty id": ([()], END),
-    "atomic": ([(63,), (5,), (40,)], None),
-    "digits": ([tuple(int(digit) for digit in f"{tool:02d}") for tool in range(37)], None),
-}
+child_above = jax.jit(ToolTrie.child_above)
 
 
 @pytest.fixture(params=CATALOGUES)
@@ -89,6 +30,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[ToolTrie, BruteForce]:
 def check_against_brute_force(trie: ToolTrie, truth: BruteForce) -> None:
     assert (trie.num_nodes, trie.num_tools) == (len(truth.prefixes) + 1, len(truth.ids))
     assert trie.alphabet.tolist() == sorted({token for full in truth.ids for token in full})
+    assert trie.tool_depth.tolist() == [len(full) for full in truth.ids]
     assert {leaf.dtype for leaf in jax.tree.leaves(trie)} == {np.dtype(np.int32)}
     for prefix, node in truth.node.items():
         row = range(trie.child_start[node], trie.child_start[node + 1])
@@ -112,9 +54,14 @@ def check_levels(trie: ToolTrie, truth: BruteForce) -> None:
         columns = trie.level_columns(depth)
         assert columns.tolist() == sorted(set(columns.tolist()))
         assert set(trie.alphabet[columns].tolist()) == set().union(*level)
+        choices = trie.alphabet[trie.level_columns(depth, decisions_only=True)].tolist()
+        assert choices == sorted(set().union(*(tokens for tokens in level if len(tokens) > 1)))
 
 
 def check_runs(trie: ToolTrie, truth: BruteForce) -> None:
+    runs = [(len(truth.run(prefix)), prefix + truth.run(prefix) in truth.tool) for prefix in truth.prefixes]
+    assert trie.longest_run == max((length for length, to_leaf in runs if not to_leaf), default=0)
+    assert trie.longest_tail == max((length - 1 for length, to_leaf in runs if to_leaf and length), default=0)
     for width in (1, 3, trie.max_depth + 1):
         tokens = trie.run_tokens(width)
         assert tokens.shape == (trie.num_nodes, width) and tokens.dtype == np.int32
@@ -153,13 +100,12 @@ def test_walking(catalogue: tuple[Ids, int | None], other: list[int]) -> None:
 
 
 @settings(max_examples=10)  # each compiles anew
-@given(catalogues(), st.data())
-def test_steps_of_any_catalogue(catalogue: tuple[Ids, int | None], data: st.DataObject) -> None:
+@given(catalogues())
+def test_steps_of_any_catalogue(catalogue: tuple[Ids, int | None]) -> None:
     trie, truth = built(*catalogue)
-    allowed = data.draw(st.lists(st.booleans(), min_size=trie.num_tools, max_size=trie.num_tools))
     check_children(trie, truth)
     check_child_of(trie, truth)
-    check_reachable(trie, truth, np.array([allowed]))
+    check_child_above(trie, truth)
 
 
 def check_children(trie: ToolTrie, truth: BruteForce) -> None:
@@ -187,14 +133,15 @@ def check_child_of(trie: ToolTrie, truth: BruteForce) -> None:
         assert found[node].tolist() == [truth.node.get((*prefix, int(token)), DEAD_NODE) for token in tokens]
 
 
-def check_reachable(trie: ToolTrie, truth: BruteForce, allowed: np.ndarray) -> None:
-    result = np.asarray(reachable(trie, allowed))
-    assert result.shape == (len(allowed), trie.num_nodes) and result.dtype == np.bool_
-    assert not result[:, DEAD_NODE].any()
-    for row, tools in zip(result, allowed, strict=True):
-        assert row[ROOT_NODE] == tools.any()
-        for prefix, node in truth.node.items():
-            assert row[node] == any(tools[tool] for tool in truth.below(prefix))
+def check_child_above(trie: ToolTrie, truth: BruteForce) -> None:
+    """Every node with every leaf below it."""
+    for prefix, node in truth.node.items():
+        places = np.arange(trie.first_leaf[node], trie.last_leaf[node] + 1, dtype=np.int32)
+        places = np.pad(places, (0, trie.num_tools - len(places)), mode="edge")
+        found = np.asarray(child_above(trie, np.full(len(places), node, np.int32), places))
+        for place, child in zip(places, found, strict=True):
+            full = truth.ids[trie.leaf_order[place]]
+            assert child == (DEAD_NODE if full == prefix else truth.node[full[: len(prefix) + 1]])
 
 
 def test_children(pair: tuple[ToolTrie, BruteForce]) -> None:
@@ -222,14 +169,8 @@ def test_child_of_a_wide_node() -> None:
     assert found.tolist() == expected
 
 
-def test_reachable(pair: tuple[ToolTrie, BruteForce]) -> None:
-    trie, truth = pair
-    rng = np.random.default_rng(1)
-    some = rng.random((4, trie.num_tools)) < [[0.1], [0.3], [0.5], [0.9]]
-    none, every, single = np.zeros((1, trie.num_tools)), np.ones((1, trie.num_tools)), np.eye(trie.num_tools)
-    allowed = np.concatenate([some, none, every, single]).astype(bool)
-    check_reachable(trie, truth, allowed)
-    np.testing.assert_array_equal(reachable(trie, allowed[0]), reachable(trie, allowed)[0])
+def test_child_above(pair: tuple[ToolTrie, BruteForce]) -> None:
+    check_child_above(*pair)
 
 
 def test_tokens_of_two_ids_are_no_id() -> None:
@@ -266,16 +207,16 @@ def test_on_a_mesh() -> None:
         on_mesh = jax.device_put(trie, NamedSharding(mesh, PartitionSpec()))
         nodes = np.arange(40, dtype=np.int32).reshape(8, 5)
         tokens = nodes % 10
-        allowed = np.random.default_rng(2).random((8, trie.num_tools)) < 0.1
-        nodes_bm, tokens_bm, allowed_bt = jax.device_put((nodes, tokens, allowed), batch)
+        nodes_bm, tokens_bm = jax.device_put((nodes, tokens), batch)
         found = (
             *children(on_mesh, nodes_bm, width=10),
             child_of(on_mesh, nodes_bm, tokens_bm),
-            reachable(on_mesh, allowed_bt),
+            child_above(on_mesh, nodes_bm, on_mesh.first_leaf[nodes]),
         )
         for result in found:
             assert result.sharding.is_equivalent_to(batch, result.ndim)
-    expected = (*children(trie, nodes, width=10), child_of(trie, nodes, tokens), reachable(trie, allowed))
+    above = child_above(trie, nodes, trie.first_leaf[nodes])
+    expected = (*children(trie, nodes, width=10), child_of(trie, nodes, tokens), above)
     for result, single in zip(found, expected, strict=True):
         np.testing.assert_array_equal(result, single)
     assert on_mesh.walk((1, 2)) == truth.node[1, 2]
@@ -286,7 +227,6 @@ def test_outside_jit() -> None:
     trie, truth = built(*CATALOGUES["mixed lengths"])
     assert trie.child_of(ROOT_NODE, 22) == truth.node[22,]
     assert trie.children(ROOT_NODE, 4)[1].tolist() == [truth.node[token,] for token in (5, 22, 40, 63)]
-    assert trie.reachable([True] * 8).tolist() == [False] + [True] * (trie.num_nodes - 1)
 
 
 def test_rows_of_numpy() -> None:
@@ -354,10 +294,3 @@ def test_refused_depth(depth: int) -> None:
     trie, _ = built(*CATALOGUES["mixed lengths"])
     with pytest.raises(ValueError, match=rf"^depth is {depth}; expected 0 to 5, the deepest level of the trie$"):
         trie.level_columns(depth)
-
-
-@pytest.mark.parametrize("allowed", [np.ones(7, bool), np.ones(8, np.int32), np.bool_(True), np.ones((8, 1), bool)])
-def test_refused_subset(allowed: np.ndarray) -> None:
-    trie, _ = built(*CATALOGUES["mixed lengths"])
-    with pytest.raises(ValueError, match=r"^allowed has shape .* and type .*; expected bool \[\.\., 8\], one for each"):
-        trie.reachable(allowed)
