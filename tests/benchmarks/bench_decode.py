@@ -7,14 +7,15 @@ All systems in one process, in turns, float32; speeds are medians, compilation i
 - `retrieve`: tools of one token, 46,985 of them, the shape of SmolLM2-135M. The peer is transformers' `generate` with
   5 beams and `prefix_allowed_tokens_fn`. `retrieve_limit_fraction` is the time that the operations of reading the
   prompts would take at the speed of a large matrix product, over the time that it took.
-- `slice`: tool rows of the head and `top_k`, against all rows, log_softmax, mask and `top_k`.
+- `slice`: tool rows of the head and `top_k`, against all rows, log_softmax, mask and `top_k`, for 16 hidden states and
+  for one; and the same with the text rows of Llama 3, width 1,024.
 - `beam`: ids of three tokens (256 x 256 x place) inside a vocabulary of 128,896, width 64, 10 beams; scores relative to
   the ids' tokens ("slice") and to the children ("allowed") against scores relative to all ("full").
 - `generate`: chat prompts of BFCL through the engine, greedy, up to 256 tokens, against `generate` in batches of 16.
 - `uniform`: 16 prompts of 64 tokens, 128 more each; `single`: one of them. `bandwidth_fraction`: bytes of weights and
   cache that a step at batch 1 reads, over those that a plain matrix-vector product of that size reads in the same time.
-- `llama_cpp`: `uniform` and `single` in llama.cpp, where llama-cpp-python is installed (with LLAMA_CPP_PYTHON naming an
-  interpreter that has it), on the same weights as GGUF in float32.
+  Both in llama.cpp too, on the same weights in float32, where LLAMA_CPP_PYTHON names an interpreter that has
+  llama-cpp-python.
 - `capture`: states of all layers for the last token of 16 prompts, against reading them without; `capture_noise` is the
   same for reading without, twice.
 """
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -60,6 +62,7 @@ from jaxtool.decoding import (
     rank_tools,
     read,
 )
+from jaxtool.decoding.prefix import common_prefix
 from jaxtool.models import Llama, LlamaConfig, parameters
 from jaxtool.parallel import make_mesh
 from jaxtool.toolgen import ToolRetriever
@@ -129,7 +132,7 @@ def retrieve(rounds: int) -> dict[str, Any]:
         },
         rounds,
     )
-    shared = len(os.path.commonprefix([prompts.prompt(text).ids for text in texts]))
+    shared = len(common_prefix([prompts.prompt(text).ids for text in texts]))
     blocks = sum(leaf.size for path, leaf in parameters(model).items() if path.startswith("blocks."))
     operations = 2 * blocks * (sum(lengths) - shared * (len(texts) - 1)) + 2 * len(texts) * TOOLS * config.hidden_size
     return {
@@ -145,36 +148,47 @@ def retrieve(rounds: int) -> dict[str, Any]:
 
 
 def slice_head(rounds: int) -> dict[str, Any]:
-    """The head of the tools against the whole head, for one and for 16 hidden states."""
-    rows, width = SHAPE["vocab_size"] + TOOLS, SHAPE["hidden_size"]
-    head_vd = jax.random.normal(jax.random.key(0), (rows, width))
-    tools_td = jnp.array(head_vd[SHAPE["vocab_size"] :])
-    is_tool_v = jnp.arange(rows) >= SHAPE["vocab_size"]
-
-    @jax.jit
-    def whole(hidden_bd: jax.Array, head_vd: jax.Array) -> Any:
-        log_probs_bv = jax.nn.log_softmax(jnp.einsum("bd,vd->bv", hidden_bd, head_vd), axis=-1)
-        return jax.lax.top_k(jnp.where(is_tool_v, log_probs_bv, -jnp.inf), 5)
-
-    @jax.jit
-    def sliced(hidden_bd: jax.Array, tools_td: jax.Array) -> Any:
-        logits_bt = jnp.einsum("bd,td->bt", hidden_bd, tools_td)
-        scores_bk, tools_bk = jax.lax.top_k(logits_bt, 5)
-        return scores_bk - jax.nn.logsumexp(logits_bt, axis=-1, keepdims=True), tools_bk
-
+    """The head of the tools against the whole head, for 16 hidden states and for one."""
     found = {}
-    for name, batch in (("slice_ratio", 16), ("slice_single_ratio", 1)):
-        hidden_bd = jax.random.normal(jax.random.key(1), (batch, width))
-        seconds, results = timed(
-            {
-                "whole": lambda hidden_bd=hidden_bd: jax.block_until_ready(whole(hidden_bd, head_vd)),
-                "sliced": lambda hidden_bd=hidden_bd: jax.block_until_ready(sliced(hidden_bd, tools_td)),
-            },
-            4 * rounds,
-        )
-        assert np.array_equal(results["whole"][1] - SHAPE["vocab_size"], results["sliced"][1])
-        found[name] = seconds["whole"] / seconds["sliced"]
+    for name, text_rows, width in (
+        ("slice", SHAPE["vocab_size"], SHAPE["hidden_size"]),
+        ("slice_llama_3", 128_256, 1_024),
+    ):
+        head_vd = jax.random.normal(jax.random.key(0), (text_rows + TOOLS, width))
+        tools_td = jnp.array(head_vd[text_rows:])
+        for which, batch in (("ratio", 16), ("single_ratio", 1)):
+            hidden_bd = jax.random.normal(jax.random.key(1), (batch, width))
+            seconds, results = timed(
+                {
+                    "whole": functools.partial(_whole_head, hidden_bd, head_vd, text_rows),
+                    "sliced": functools.partial(_tool_head, hidden_bd, tools_td),
+                },
+                4 * rounds,
+            )
+            assert np.array_equal(results["whole"] - text_rows, results["sliced"])
+            found[f"{name}_{which}"] = seconds["whole"] / seconds["sliced"]
     return found
+
+
+def _whole_head(hidden_bd: jax.Array, head_vd: jax.Array, text_rows: int) -> np.ndarray:
+    return np.asarray(_best_of_all(hidden_bd, head_vd, text_rows)[1])
+
+
+def _tool_head(hidden_bd: jax.Array, tools_td: jax.Array) -> np.ndarray:
+    return np.asarray(_best_tools(hidden_bd, tools_td)[1])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _best_of_all(hidden_bd: jax.Array, head_vd: jax.Array, text_rows: int) -> Any:
+    log_probs_bv = jax.nn.log_softmax(jnp.einsum("bd,vd->bv", hidden_bd, head_vd), axis=-1)
+    return jax.lax.top_k(jnp.where(jnp.arange(len(head_vd)) >= text_rows, log_probs_bv, -jnp.inf), 5)
+
+
+@jax.jit
+def _best_tools(hidden_bd: jax.Array, tools_td: jax.Array) -> Any:
+    logits_bt = jnp.einsum("bd,td->bt", hidden_bd, tools_td)
+    scores_bk, tools_bk = jax.lax.top_k(logits_bt, 5)
+    return scores_bk - jax.nn.logsumexp(logits_bt, axis=-1, keepdims=True), tools_bk
 
 
 def beam(rounds: int) -> dict[str, Any]:
@@ -271,7 +285,9 @@ def uniform(model: DecodeModel, folder: Path, rows: int, name: str, rounds: int)
         for which, value in ((f"{each}_" if each else "", value) for each, value in seconds.items())
     }
     found[f"{name}_ratio"] = seconds["torch"] / seconds[""]
-    found[f"{name}_equal_texts"] = float(np.mean([a.tolist() == b for a, b in zip(results[""], results["torch"])]))
+    found[f"{name}_equal_texts"] = float(
+        np.mean([a.tolist() == b for a, b in zip(results[""], results["torch"], strict=True)])
+    )
     if llama_cpp is not None:
         llama_cpp.stop()
         found[f"{name}_llama_cpp_ratio"] = seconds["llama_cpp"] / seconds[""]

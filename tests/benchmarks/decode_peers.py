@@ -67,6 +67,7 @@ class TorchGenerator:
 
         self.torch = _torch()
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+        self.model.generation_config.eos_token_id = None  # each call says what ends a text
 
     def generate(
         self, prompts: Sequence[Sequence[int]], limit: int, stop_ids: Sequence[int], batch: int
@@ -98,10 +99,9 @@ class TorchGenerator:
             tokens = self.model.generate(
                 ids,
                 attention_mask=self.torch.ones_like(ids),
-                min_new_tokens=new,
                 max_new_tokens=new,
                 do_sample=False,
-                eos_token_id=-1,
+                eos_token_id=None,
                 pad_token_id=0,
             )
         return [row[prompts_bs.shape[1] :] for row in tokens.tolist()]
@@ -196,6 +196,27 @@ class LlamaCpp:
         """Ends the server."""
         self.process.kill()
         self.process.wait()
+
+
+def _write_float32(source: Path, target: Path) -> None:
+    """A GGUF file with the same fields and every tensor in float32."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "llama")
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        element = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), kind, element)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        writer.add_tensor(tensor.name, values.reshape([int(n) for n in reversed(tensor.shape)]))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _write_float32(source: Path, target: Path) -> None:
