@@ -133,7 +133,7 @@ def main() -> None:
     # Summary
     # ================================================================================================================
     say(progress.summary())
-    if job.finished and not jax.process_index():
+    if job.finished:  # the process that ends last
         say(f"results: {job.merge()}")
     job.close()
 

@@ -178,7 +178,7 @@ class OfflineJob:
                     places[line.row] = (number, at, len(text))
                     at += len(text)
             path = self.folder / RESULTS
-            temporary = path.with_name(f".{path.name}.partial")
+            temporary = path.with_name(f".{path.name}.{self.process}.partial")
             with temporary.open("wb") as merged:
                 for number, at, length in places:
                     files[number].seek(at)
