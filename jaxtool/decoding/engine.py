@@ -158,7 +158,9 @@ class _Run:
 
     def __init__(self, engine: Engine, requests: Sequence[Request], progress: Callable[[int, int], object]) -> None:
         self.engine, self.model, self.requests, self.progress = engine, engine.model, requests, progress
-        rows = engine.rows
+        # A short list takes no more rows than it needs.
+        most = -(-power(len(requests), 1) // engine.shares) * engine.shares
+        rows = self.rows = min(engine.rows, most)
         self.draws = any(request.sampling.temperature > 0 for request in requests)
         penalty = any(request.sampling.repetition_penalty != 1 for request in requests)
         # Longest first: prompts that are read together are about as long, and no long text is left for the end.
@@ -199,19 +201,19 @@ class _Run:
 
     def _wanted(self) -> int:
         """Rows that are filled together: as many as are read at once, or as many as there are requests or rows."""
-        return min(self._shape()[0], len(self.queue), self.engine.rows)
+        return min(self._shape()[0], len(self.queue), self.rows)
 
     def _shape(self) -> tuple[int, int]:
         """Rows and tokens of the next read."""
         longest = min(len(self.requests[self.queue[0]].tokens) - len(self.prefix), LONGEST_READ)
         length, parts = power(longest, SHORTEST_READ), self.engine.shares
-        rows = min(max(self.engine.read_tokens // length, 1), self.engine.rows // parts * parts)
+        rows = min(max(self.engine.read_tokens // length, 1), self.rows // parts * parts)
         return max(2 ** (rows.bit_length() - 1), 1) if parts == 1 else max(rows // parts, 1) * parts, length
 
     def _fill(self) -> None:
         """Reads the prompts of the next requests into idle rows."""
         together, length = self._shape()
-        parts, each = self.engine.shares, self.engine.rows // self.engine.shares
+        parts, each = self.engine.shares, self.rows // self.engine.shares
         row_p: list[int] = []
         prompts: list[list[int]] = []
         for part in range(parts):
@@ -222,9 +224,9 @@ class _Run:
                     row_p.append(idle[place])
                     prompts.append(list(self.requests[self.of_row[idle[place]]].tokens)[len(self.prefix) :])
                 else:
-                    row_p.append(self.engine.rows)
+                    row_p.append(self.rows)
                     prompts.append([])
-        given_b = np.isin(np.arange(self.engine.rows), row_p)
+        given_b = np.isin(np.arange(self.rows), row_p)
         self.state = forget(self.model, self.state, given_b)
         self._make_room(max(len(self.requests[i].tokens) for i in self.of_row[given_b]) + 1)
         rows = np.array(row_p, np.int32)
@@ -273,7 +275,7 @@ class _Run:
             for i, made in self._taken()
         ]
         self._make_room(max(needed))
-        keep = self.engine.rows - self._wanted() if self.queue else 0
+        keep = self.rows - self._wanted() if self.queue else 0
         self.state = decode(
             self.model,
             self.state,
@@ -303,7 +305,7 @@ class _Run:
                 stopped.append(row)
             found.append((row, request, tokens, at))
         if stopped:
-            self.state = stop(self.model, self.state, np.isin(np.arange(self.engine.rows), stopped))
+            self.state = stop(self.model, self.state, np.isin(np.arange(self.rows), stopped))
         if not found:
             return
         rest = {
