@@ -98,6 +98,6 @@ def test_one_pool_is_another_search(pair: Pair) -> None:
     """What the comparison rests on: in one pool finished beams take the places of beams that would go on."""
     ids = catalogue("mixed")
     trie = ToolTrie.build(ids, end_token=EOS, vocab_rows=323)
-    two = ranked(pair.model, trie, PROMPTS, BeamSearch.hf_parity(beams=2, keep=2))
+    two = ranked(pair.model, trie, PROMPTS, BeamSearch.hf_parity(beams=5, keep=5))
     one = ranked(pair.model, trie, PROMPTS, dataclasses.replace(two.search, finished_pool="single"))
     assert two.tools_bk.tolist() != one.tools_bk.tolist()
