@@ -7,14 +7,15 @@ that are read from end to end. Training keeps each projection apart; `DecoderBlo
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+import math
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxtool.parallel import active_mesh_axes, einsum, reshape, reshard
+from jaxtool.parallel import AxisRules, active_mesh_axes, einsum, reshape, reshard
 
 if TYPE_CHECKING:
     from jaxtool.models.language_model import DecoderBlock, Projection
@@ -54,31 +55,51 @@ def project_fused(block: DecoderBlock, group: tuple[str, ...], x: jax.Array) -> 
     config, rules = block.config, block.rules
     first = config.projections[group[0]]
     weight = getattr(block, fused_name(group))[...]
-    inputs, outputs = first.letters[: first.inputs], first.letters[first.inputs :]
-    axes = tuple("activation" if axis == "embed" else axis for axis in first.axes[first.inputs :])
+    inputs, outputs = first.axes[: first.inputs], first.axes[first.inputs :]
     if len(group) == 1:
-        return (_product(x, weight, outputs, inputs, rules.spec("batch", "sequence", *axes)),)
+        return (_product(x, weight, inputs, outputs, rules),)
     if weight.ndim == 3:
-        y_bsgf = _product(x, weight, f"g{outputs}", inputs, rules.spec("batch", "sequence", None, *axes))
+        y_bsgf = _product(x, weight, inputs, (None, *outputs), rules)
         return tuple(y_bsgf[:, :, number] for number in range(len(group)))
-    y_bskgh = _product(x, weight, "kgh", "d", rules.spec("batch", "sequence", "kv_heads", None, "head_size"))
+    y_bskgh = _product(x, weight, inputs, ("kv_heads", None, "head_size"), rules)
     q_bskgh = y_bskgh[:, :, :, :-2]
     b, s, k, g, h = q_bskgh.shape
     q_bsnh = reshape(q_bskgh, (b, s, k * g, h), rules.spec("batch", "sequence", "heads", "head_size"))
     return q_bsnh, y_bskgh[:, :, :, -2], y_bskgh[:, :, :, -1]
 
 
-def _product(x: jax.Array, weight: jax.Array, outputs: str, inputs: str, out: PartitionSpec) -> jax.Array:
-    """x [B, S, inputs] times a weight [outputs, inputs]: [B, S, outputs].
+def _product(
+    x: jax.Array, weight: jax.Array, inputs: tuple[str, ...], outputs: tuple[str | None, ...], rules: AxisRules
+) -> jax.Array:
+    """x [B, S, inputs] times a weight [outputs, inputs], by their logical axes: [B, S, outputs].
 
-    Without a mesh as a product of matrices: of weights with more axes XLA makes a transposed copy in every step on
-    CPUs, which takes three times as long as the product. On a mesh the axes that are cut must stay apart.
+    As a product of matrices: of weights with more axes XLA makes a transposed copy in every step on CPUs, which takes
+    three times as long as the product. Only outputs of which another axis than the first is cut have to stay apart.
     """
-    if active_mesh_axes():
-        return einsum(f"bs{inputs},{outputs}{inputs}->bs{outputs}", x, weight, out=out)
-    x_bsi = x.reshape(*x.shape[:2], -1)
-    y_bso = einsum("bsi,oi->bso", x_bsi, weight.reshape(-1, x_bsi.shape[-1]), out=out)
-    return y_bso.reshape(*x.shape[:2], *weight.shape[: len(outputs)])
+    batch, sequence = rules.spec("batch", "sequence")
+    into = _uncut_if_whole(tuple("activation" if axis == "embed" else axis for axis in inputs), rules)
+    out = _uncut_if_whole(tuple("activation" if axis == "embed" else axis for axis in outputs), rules)
+    if any(entry is not None for entry in (*out[1:], *into[1:])):
+        letters_in, letters_out = "xyz"[: len(inputs)], "opq"[: len(outputs)]
+        equation = f"bs{letters_in},{letters_out}{letters_in}->bs{letters_out}"
+        return einsum(equation, x, weight, out=PartitionSpec(batch, sequence, *out))
+    b, s = x.shape[:2]
+    sizes = weight.shape[: len(outputs)]
+    x_bsi = reshape(x, (b, s, math.prod(x.shape[2:])), PartitionSpec(batch, sequence, into[0]))
+    weight = reshard(weight, PartitionSpec(*out, *into))
+    weight_oi = reshape(weight, (math.prod(sizes), x_bsi.shape[-1]), PartitionSpec(out[0], into[0]))
+    y_bso = einsum("bsi,oi->bso", x_bsi, weight_oi, out=PartitionSpec(batch, sequence, out[0]))
+    return reshape(y_bso, (b, s, *sizes), PartitionSpec(batch, sequence, *out))
+
+
+def _uncut_if_whole(axes: tuple[str | None, ...], rules: AxisRules) -> tuple[Any, ...]:
+    """Mesh axes of the logical ones; None for those that have a single device, or where there is no mesh."""
+    sizes = jax.sharding.get_abstract_mesh().shape if active_mesh_axes() else {}
+
+    def devices(entry: Any) -> int:
+        return math.prod(sizes.get(axis, 1) for axis in ((entry,) if isinstance(entry, str) else entry or ()))
+
+    return tuple(entry if devices(entry) > 1 else None for entry in rules.spec(*axes))
 
 
 def _outputs_first(weight: jax.Array, projection: Projection) -> jax.Array:
