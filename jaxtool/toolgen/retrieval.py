@@ -58,15 +58,15 @@ class ToolRetriever:
 
     Prompts of different lengths share rows, so that little of a prefill is padding, and the tokens of the template that
     all prompts of a call begin with are computed once a row. Segment ids keep the prompts apart: a query's result is
-    that of its prompt alone. Row lengths are powers of two, and a prefill has batch_size rows or a half, a quarter, ...
-    of them, so that few compiled programs serve all queries.
+    that of its prompt alone. Row lengths are powers of two or half-way between two, and a prefill has batch_size rows
+    or a half, a quarter, ... of them, so that few compiled programs serve all queries.
 
     Args:
         model: a model with tool rows, its parameters on `mesh`. Its head is read here, once.
         prompts: renders the prompts as in training.
         mesh: the mesh of the model.
         batch_size: bounds the memory of a prefill to the tokens of this many prompts as long as the longest of a call
-            (rounded up to a power of two, at least `SHORTEST_ROW`). Shorter prompts give more queries in one prefill,
+            (rounded up to such a length, at least `SHORTEST_ROW`). Shorter prompts give more queries in one prefill,
             fewer queries a smaller one. Must divide by the batch axes of the mesh.
     """
 
@@ -152,6 +152,9 @@ class ToolRetriever:
         """Prompts with these numbers of tokens behind `shared` common ones, in the row length that makes least work."""
         longest = shared + max(lengths, default=1)
         shortest_row = max(SHORTEST_ROW, 1 << (longest - 1).bit_length())
+        # Half-way between two powers where that is enough; splash attention works on blocks of powers of two.
+        if longest <= shortest_row * 3 // 4 >= SHORTEST_ROW and self.model.config.attention != "splash":
+            shortest_row = shortest_row * 3 // 4
         c, weights = self.model.config, parameters(self.model)
         per_token = sum(leaf.size for path, leaf in weights.items() if path.startswith("blocks.")) / c.num_hidden_layers
         per_pair = _PAIR_COST * c.num_attention_heads * c.head_dim
