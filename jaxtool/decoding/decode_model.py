@@ -169,4 +169,8 @@ def _split(model: LanguageModel) -> DecodeModel:
         fuse(jax.tree.map(lambda x, layer=layer: whole(ready(x[layer])), model.blocks))
         for layer in range(config.num_hidden_layers)
     )
-    return DecodeModel(outside=jax.tree.map(lambda x: whole(ready(x)), outside), layers=layers)
+    outside = jax.tree.map(ready, outside)
+    # Of the embedding a step reads a few rows, of the head all.
+    head = "embedding_vd" if config.tie_word_embeddings else "head_vd"
+    setattr(outside, head, jax.tree.map(whole, getattr(outside, head)))
+    return DecodeModel(outside=outside, layers=layers)
