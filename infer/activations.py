@@ -24,8 +24,15 @@ import numpy as np
 
 from jaxtool.config import ActivationsConfig, SamplingConfig, config_parser, open_console, parse_config, run_script
 from jaxtool.data import PromptEncoder, read_prompt_lines
-from jaxtool.decoding import Capture, Engine, OfflineJob, OfflineProgress, Request, decode_model, prompt_states
-from jaxtool.decoding.offline_job import write_arrays
+from jaxtool.decoding import (
+    Capture,
+    OfflineJob,
+    OfflineProgress,
+    check_prompt,
+    decode_model,
+    prompt_states,
+    write_arrays,
+)
 from jaxtool.models import config_to_json
 from jaxtool.parallel import end_process, make_mesh, start_processes
 from jaxtool.training import load_trained
@@ -58,7 +65,6 @@ def main() -> None:
     capture = Capture(blocks=config.blocks, tokens=config.tokens, dtype=config.dtype)
     blocks = capture.chosen(model_config.num_hidden_layers)
     model = decode_model(trained.model, donate=True)
-    engine = Engine(model, rows=config.rows)  # checks prompts
     encoder = PromptEncoder(
         trained.tokenizer,
         vocabulary=model_config.text_tokens or model_config.vocab_size,
@@ -66,6 +72,7 @@ def main() -> None:
         defaults=SamplingConfig(),  # lines may have settings for generation, which change nothing here
         tools=range(model_config.vocab_size, model_config.vocab_size + model_config.num_tools),
         tool_id=trained.tool_id if trained.tools else None,
+        result=("file", "index"),
     )
     described = {
         "model": config.model,
@@ -105,7 +112,7 @@ def main() -> None:
                 try:
                     row = encoder.encode(line, config.input)
                     record |= row.fields
-                    engine.check(Request(tokens=row.tokens, limit=1))
+                    check_prompt(model_config, row.tokens)
                 except ValueError as error:
                     where = f"{config.input}:{line.line}"
                     record["error"] = str(error) if str(error).startswith(where) else f"{where}: {error}"

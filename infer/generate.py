@@ -36,6 +36,7 @@ def main() -> None:
     # Configuration, processes, and the rows: checked before the model is read
     # ================================================================================================================
     config, _ = parse_config(GenerateConfig, config_parser(GenerateConfig, "Continue the prompts of a file."))
+    Sampling.of(config.sampling)  # checks it
     start_processes(
         config.processes.coordinator or None,
         config.processes.count or None,
@@ -69,6 +70,7 @@ def main() -> None:
         defaults=config.sampling,
         tools=range(model_config.vocab_size, model_config.vocab_size + model_config.num_tools),
         tool_id=trained.tool_id if trained.tools else None,
+        result=("outputs",),
     )
     job = OfflineJob(
         config.output,

@@ -8,6 +8,7 @@ MOST_ROWS = 65_536
 MOST_TOKENS = 131_072  # of a row or prompt
 MOST_BATCH_TOKENS = 2**26
 MOST_RANK = 4_096
+MOST_SAMPLES = 4_096  # of a prompt
 
 
 def within(name: str, value: int, least: int, most: int | None = None) -> None:

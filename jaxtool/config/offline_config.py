@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from jaxtool.config.bounds import within
+from jaxtool.config.bounds import MOST_SAMPLES, within
 from jaxtool.config.run_config import MeshConfig, ProcessConfig
 
 
@@ -38,7 +38,7 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         within("max_new_tokens", self.max_new_tokens, 1)
-        within("samples", self.samples, 1)
+        within("samples", self.samples, 1, MOST_SAMPLES)
         if "" in self.stop:
             raise ValueError("stop has an empty text, which every text holds; expected texts with characters")
 

@@ -22,9 +22,7 @@ from jaxtool.data.text_encoder import TextEncoder
 from jaxtool.tools.json_records import Problems, Record, json_kind, parse_value
 
 _PROMPTS = ("prompt", "messages", "tokens")
-_OWN = (*_PROMPTS, "id", "sampling", "tools", "system")
-# Fields of the result, which a line's own would hide.
-_RESULT = ("row", "outputs", "error")
+_OF_MESSAGES = ("tools", "system")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +96,7 @@ class PromptEncoder:
         defaults: what a line's `sampling` may set: an instance of a frozen dataclass.
         tools: the ids that `tokens` may hold besides those of text.
         tool_id: the id of a tool's token by its name, for messages that name tools.
+        result: fields that results have besides `row` and `error`; a line's own would be lost.
     """
 
     def __init__(
@@ -109,9 +108,11 @@ class PromptEncoder:
         defaults: Any,
         tools: range = range(0),
         tool_id: Callable[[str], int] | None = None,
+        result: Sequence[str] = (),
     ) -> None:
         self.tokenizer, self.vocabulary, self.end_ids = tokenizer, vocabulary, end_ids
         self.defaults, self.tools, self.tool_id = defaults, tools, tool_id
+        self.result = ("row", "error", *result)
         self.text = TextEncoder(tokenizer)
         self._chat: ChatEncoder | None = None
 
@@ -129,8 +130,10 @@ class PromptEncoder:
         if len(given) != 1:
             found = " and ".join(given) or ", ".join(map(repr, value)) or "no field"
             raise ValueError(f"{where}: expected one of the fields {', '.join(_PROMPTS)}; found {found}")
-        for name in _RESULT:
-            if name in value:
+        used = (*_PROMPTS, "sampling", *(_OF_MESSAGES if given == ["messages"] else ()))
+        kept = {name: x for name, x in value.items() if name not in used}
+        for name in self.result:
+            if name in kept:
                 raise ValueError(f"{where}: field {name!r} is a field of the result, expected another name")
         sampling = self._sampling(value.get("sampling"), where)
         if given == ["prompt"]:
@@ -139,7 +142,6 @@ class PromptEncoder:
             tokens = self._ids(value["tokens"], where)
         else:
             tokens = self._messages(Record(line=line.line, value=value), file)
-        kept = {name: x for name, x in value.items() if name not in _OWN or name == "id"}
         return PromptRow(row=line.row, tokens=tokens, sampling=sampling, fields=kept)
 
     def _text_tokens(self, text: Any, where: str) -> list[int]:

@@ -5,10 +5,10 @@ from jaxtool.decoding.beam_search import BeamSearch, RankedTools, rank_tools
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.constraint import Constraint
 from jaxtool.decoding.decode_model import DecodeModel, decode_model, prefill
-from jaxtool.decoding.engine import Completion, Engine, Request
+from jaxtool.decoding.engine import Completion, Engine, Request, check_prompt
 from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.kv_cache import KVCache
-from jaxtool.decoding.offline_job import OfflineJob, Part
+from jaxtool.decoding.offline_job import OfflineJob, Part, write_arrays
 from jaxtool.decoding.offline_progress import OfflineProgress
 from jaxtool.decoding.rows import Rows, constrain, forget, resize, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
@@ -37,6 +37,7 @@ __all__ = [
     "ToolSubset",
     "ToolTrie",
     "TrieHead",
+    "check_prompt",
     "constrain",
     "decode",
     "decode_model",
@@ -48,4 +49,5 @@ __all__ = [
     "read",
     "resize",
     "stop",
+    "write_arrays",
 ]

@@ -20,8 +20,8 @@ from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.prefix import common_prefix, read_prefix, with_prefix
 from jaxtool.decoding.rows import Rows, forget, resize, shares, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
+from jaxtool.models import LanguageModelConfig
 
-FINISHES = ("stop", "length")
 SHORTEST_READ = 16
 _FEWEST_SLOTS = 128
 LONGEST_READ = 512  # tokens of a row that are read at once; longer prompts are read in parts
@@ -113,22 +113,9 @@ class Engine:
         Raises:
             ValueError: says what is wrong with it.
         """
-        config = self.model.config
-        if not request.tokens:
-            raise ValueError("the prompt has no tokens, expected at least one")
-        outside = [token for token in request.tokens if not bool(0 <= token < config.vocab_size + config.num_tools)]
-        if outside:
-            raise ValueError(
-                f"the prompt has the token {outside[0]}, expected 0 to {config.vocab_size + config.num_tools - 1}"
-            )
         if request.limit < 1:
             raise ValueError(f"the limit is {request.limit} tokens, expected at least 1")
-        longest = config.max_position_embeddings
-        if len(request.tokens) + request.limit > longest:
-            raise ValueError(
-                f"the prompt has {len(request.tokens):,} tokens, with {request.limit:,} to generate more than the "
-                f"model's {longest:,} positions"
-            )
+        check_prompt(self.model.config, request.tokens, request.limit)
         if request.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer")
 
@@ -151,6 +138,24 @@ class Engine:
                 raise ValueError(f"request {number}: {error}") from None
         if requests:
             yield from _Run(self, requests, progress).completions()
+
+
+def check_prompt(config: LanguageModelConfig, tokens: Sequence[int], limit: int = 0) -> None:
+    """Whether the model can read the prompt, and go on for `limit` tokens.
+
+    Raises:
+        ValueError: says why it can't.
+    """
+    if not tokens:
+        raise ValueError("the prompt has no tokens, expected at least one")
+    known = config.vocab_size + config.num_tools
+    outside = next((token for token in tokens if not 0 <= token < known), None)
+    if outside is not None:
+        raise ValueError(f"the prompt has the token {outside}, expected 0 to {known - 1}")
+    longest = config.max_position_embeddings
+    if len(tokens) + limit > longest:
+        more = f", with {limit:,} to generate" if limit else ","
+        raise ValueError(f"the prompt has {len(tokens):,} tokens{more} more than the model's {longest:,} positions")
 
 
 class _Run:

@@ -5,7 +5,6 @@ What a row draws depends on its seed, its number and its place alone, never on t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+_LARGEST = 1e30  # float32 ends soon behind it
 _SEED_STEP = 0x9E3779B9  # 2^32 over the golden ratio: seeds that users take (0, 1, 2, ...) don't meet
 
 
@@ -53,11 +53,11 @@ class Sampling:
             if not fine:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {expected}")
 
-        check("temperature", 0 <= self.temperature < math.inf, "0 or a positive number")
-        check("top_k", self.top_k >= 0, "0 or a positive number")
+        check("temperature", 0 <= self.temperature < _LARGEST, "0 or a positive number below 1e30")
+        check("top_k", 0 <= self.top_k < 2**31, "0 or a positive number below 2^31")
         check("top_p", 0 < self.top_p <= 1, "a share above 0, up to 1")
         check("min_p", 0 <= self.min_p <= 1, "a share from 0 to 1")
-        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number")
+        check("repetition_penalty", 1 / _LARGEST < self.repetition_penalty < _LARGEST, "a positive number below 1e30")
         check("seed", 0 <= self.seed < 2**32, "0 to 2^32 - 1")
 
 

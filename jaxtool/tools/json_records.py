@@ -121,8 +121,9 @@ def parse_value(text: str, where: str) -> Any:
         raise ValueError(f"{where}: JSON nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if text[end:].strip():
-        raise ValueError(f"{where}: text behind the JSON value (column {end + 1})")
+    rest = text[end:].lstrip()
+    if rest:
+        raise ValueError(f"{where}: text behind the JSON value (column {len(text) - len(rest) + 1})")
     if _SURROGATE_ESCAPE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jaxtool.config import MeshConfig
-from jaxtool.decoding import Capture, DecodeModel, Rows, decode_model, prompt_states
+from jaxtool.decoding import Capture, Rows, decode_model, prompt_states
 from jaxtool.parallel import make_mesh
+from tests.decoding.states import states_alone
 from tests.tiny_models import CONFIGS, random_model
 
 NAMES = ("gptj", "llama")
@@ -20,20 +21,6 @@ NAMES = ("gptj", "llama")
 def prompts_of(count: int) -> list[list[int]]:
     rng = np.random.default_rng(3)
     return [rng.integers(90, size=int(rng.integers(1, 45))).tolist() for _ in range(count)]
-
-
-def all_states(model: DecodeModel, prompt: list[int]) -> np.ndarray:
-    """[tokens, L+1, D] in a pass over this prompt alone."""
-    from jaxtool.decoding import KVCache
-
-    @jax.jit
-    def states(tokens_bs: jax.Array) -> tuple[jax.Array, ...]:
-        cache = KVCache.empty(model.config, model.rules, 1, 64)
-        return model.extend_captured(tokens_bs, np.array([64]), cache, Capture(tokens="all"))[2]
-
-    padded = np.zeros((1, 64), np.int32)
-    padded[0, : len(prompt)] = prompt
-    return np.stack([np.asarray(x)[0, : len(prompt)] for x in states(padded)], axis=1)
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -53,7 +40,7 @@ def test_prompts_together_in_parts_and_alone(model: Any, tokens: str, monkeypatc
     assert sorted(found) == list(range(9))
     assert sum(read for read, _ in counts) == sum(map(len, prompts))
     for number, prompt in enumerate(prompts):
-        states = all_states(made, prompt)[:, [0, 1, -1]]
+        states = states_alone(made, prompt)[:, [0, 1, -1]]
         expected = states[-1] if tokens == "last" else states.astype(np.float64).mean(axis=0)
         np.testing.assert_allclose(found[number], expected, atol=1e-4)
 

@@ -14,6 +14,7 @@ from jaxtool.decoding import Capture, Completion, Engine, Request, Sampling, dec
 from jaxtool.decoding.engine import bucket, power
 from jaxtool.decoding.prefix import common_prefix
 from jaxtool.parallel import make_mesh
+from tests.decoding.states import states_alone
 from tests.tiny_models import CONFIGS, log_probs, random_model
 
 CONFIG = dataclasses.replace(CONFIGS["llama"], num_tools=9, text_tokens=90)
@@ -181,23 +182,9 @@ def test_capture_of_prompts_and_generated_tokens(model: Any) -> None:
     for each, other, request in zip(found, plain, requests, strict=True):
         assert (each.tokens, each.log_probs) == (other.tokens, other.log_probs)  # bit for bit
         whole = [*request.tokens, *each.tokens]
-        states = model_states(model, whole)  # [tokens, L+1, D]
+        states = states_alone(model, whole)  # [tokens, L+1, D]
         assert each.captured is not None and each.captured_tokens is not None
         np.testing.assert_allclose(each.captured, states[len(request.tokens) - 1, [0, 1, -1]], atol=1e-4)
         expected = states[len(request.tokens) :, [0, 1, -1]]
         np.testing.assert_allclose(each.captured_tokens[:-1], expected[:-1], atol=1e-4)
         assert np.isnan(each.captured_tokens[-1]).all()
-
-
-def model_states(model: Any, tokens: list[int]) -> np.ndarray:
-    """States of every block of each token, in one pass over the whole text."""
-    from jaxtool.decoding import KVCache
-
-    @jax.jit
-    def states(tokens_bs: jax.Array) -> tuple[jax.Array, ...]:
-        cache = KVCache.empty(model.config, model.rules, 1, 64)
-        return model.extend_captured(tokens_bs, np.array([64]), cache, Capture(tokens="all"))[2]
-
-    whole = np.zeros((1, 64), np.int32)
-    whole[0, : len(tokens)] = tokens
-    return np.stack([np.asarray(x)[0, : len(tokens)] for x in states(whole)], axis=1)

@@ -86,6 +86,9 @@ def test_repetition_penalty() -> None:
     ("change", "said"),
     [
         ({"temperature": -1}, "temperature is -1, expected 0 or a positive number"),
+        ({"temperature": 1e39}, "temperature is 1e"),
+        ({"top_k": 2**40}, "top_k is 1099511627776, expected 0 or a positive number below 2"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": -1}, "top_k is -1"),
         ({"top_p": 0}, "top_p is 0, expected a share above 0, up to 1"),
