@@ -155,7 +155,7 @@ def main() -> None:
     # ================================================================================================================
     started = time.monotonic()
     model = without_lora(run.restore_model(step, rules, mesh))
-    retriever = ToolRetriever(model, prompts, mesh, batch_size=config.evaluation.batch_size)
+    retriever = ToolRetriever(model, prompts, mesh, batch_size=config.evaluation.batch_size, donate=True)
     say(f"{run.path}: checkpoint {step:,}, {len(catalog):,} tools, restored in {time.monotonic() - started:.1f} s")
     columns = (
         TextColumn("{task.description}"),

@@ -76,6 +76,11 @@ class ChatPrompts:
             raise ValueError("the tokenizer has no EOS token, which ends the assistant's turn")
         self.end_id: int = closing
 
+    @property
+    def beginning(self) -> list[int]:
+        """The tokens that every prompt begins with: what the template has before the text."""
+        return list(self._before)
+
     def text_ids(self, text: str) -> list[int]:
         """Ids of plain text; special tokens spelled out in it stay text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from jaxtool.decoding.buckets import LONGEST_READ, SHORTEST_READ, from_the_end, power
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.decode_model import DecodeModel
-from jaxtool.decoding.engine import LONGEST_READ, SHORTEST_READ, from_the_end, power
 from jaxtool.decoding.generation import padded, read
 from jaxtool.decoding.rows import Rows, shares
 from jaxtool.decoding.sampling import RowSampling, Sampling

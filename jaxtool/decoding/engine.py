@@ -14,19 +14,20 @@ from typing import Any
 
 import numpy as np
 
+from jaxtool.decoding.buckets import LONGEST_READ, SHORTEST_READ, bucket, from_the_end, power
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.prefix import common_prefix, read_prefix, with_prefix
-from jaxtool.decoding.rows import Rows, forget, resize, shares, stop
+from jaxtool.decoding.rows import Rows, forget, keep_rows, resize, shares, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 from jaxtool.models import LanguageModelConfig
 
-SHORTEST_READ = 16
 _FEWEST_SLOTS = 128
-LONGEST_READ = 512  # tokens of a row that are read at once; longer prompts are read in parts
 _LOOK = 32  # steps between two looks at the texts of rows with stop strings
 _STEPS = 128  # and at the lengths of the others
+_FEWEST_ROWS = 8  # of a share, that are decoded when others have ended: fewer take hardly less time
+_FILLED = 8  # idle rows wait until they are this part of all: each costs its share of every step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class Engine:
         model: the model, on the active mesh.
         tokenizer: makes text of tokens; stop strings need one.
         rows: texts that are decoded at the same time, B; on a mesh a multiple of the devices that share a batch.
-        read_tokens: tokens that are read at once when rows are filled: as many rows as fit.
+        read_tokens: tokens that are read at once when rows are filled, at most.
         log_probs: whether completions have log-probabilities.
         capture: what is captured of prompts and generated tokens.
 
@@ -175,7 +176,6 @@ class _Run:
         self.prefix = () if alone else common_prefix([request.tokens for request in requests])
         self.most = power(max(request.limit for request in requests), 16)
         self.of_row = np.full(rows, -1)
-        self.length_b = np.zeros(rows, np.int64)  # tokens that each row will have read when it has ended
         self.sampling, self.numbers = [Sampling()] * rows, [0] * rows
         self.limit_b = np.ones(rows, np.int32)
         self.stop_bk = np.full((rows, power(max(len(r.stop_ids) for r in requests), 4)), -1, np.int32)
@@ -197,6 +197,8 @@ class _Run:
             while self.queue and (self.of_row < 0).any() and self._idle() >= self._wanted():
                 self._fill()
             yield from self._ended()  # texts of one token
+            if not self.queue and self._halve():
+                continue
             if (self.of_row >= 0).any():
                 self._decode()
                 yield from self._ended()
@@ -205,14 +207,14 @@ class _Run:
         return int((self.of_row < 0).sum())
 
     def _wanted(self) -> int:
-        """Rows that are filled together: as many as are read at once, or as many as there are requests or rows."""
-        return min(self._shape()[0], len(self.queue), self.rows)
+        """Rows that are filled together: as many as are read at once, or as many as there are requests."""
+        return min(self._shape()[0], len(self.queue))
 
     def _shape(self) -> tuple[int, int]:
         """Rows and tokens of the next read."""
         longest = min(len(self.requests[self.queue[0]].tokens) - len(self.prefix), LONGEST_READ)
         length, parts = power(longest, SHORTEST_READ), self.engine.shares
-        rows = min(max(self.engine.read_tokens // length, 1), self.rows // parts * parts)
+        rows = min(max(self.engine.read_tokens // length, 1), max(self.rows // parts // _FILLED, 1) * parts)
         return max(2 ** (rows.bit_length() - 1), 1) if parts == 1 else max(rows // parts, 1) * parts, length
 
     def _fill(self) -> None:
@@ -253,7 +255,6 @@ class _Run:
     def _give(self, row: int, request: int) -> None:
         wanted = self.requests[request]
         self.of_row[row], self.made_b[row] = request, 0
-        self.length_b[row] = len(wanted.tokens) + wanted.limit
         self.sampling[row], self.numbers[row], self.limit_b[row] = wanted.sampling, wanted.number, wanted.limit
         self.stop_bk[row] = -1
         self.stop_bk[row, : len(wanted.stop_ids)] = wanted.stop_ids
@@ -280,7 +281,11 @@ class _Run:
             for i, made in self._taken()
         ]
         self._make_room(max(needed))
-        keep = self.rows - self._wanted() if self.queue else 0
+        if self.queue:
+            keep = self.rows - self._wanted()
+        else:  # half as many take less time, once the texts that go on lie in as many rows of each share
+            keep = self.rows // 2 if self._can_halve() else 0
+            keep = min(keep, max(int((self.of_row >= 0).sum()) - 1, 0))
         self.state = decode(
             self.model,
             self.state,
@@ -290,6 +295,25 @@ class _Run:
             draws=self.draws,
             capture=self.engine.capture,
         )
+
+    def _can_halve(self) -> bool:
+        each = self.rows // self.engine.shares
+        return each % 2 == 0 and each // 2 >= _FEWEST_ROWS
+
+    def _halve(self) -> bool:
+        """Goes on with half the rows if that holds all that go on; whether it did."""
+        parts, each = self.engine.shares, self.rows // self.engine.shares
+        taken_pe = (self.of_row >= 0).reshape(parts, each)
+        if not self._can_halve() or taken_pe.sum(axis=1).max() > each // 2:
+            return False
+        first_pe = np.argsort(~taken_pe, axis=1, kind="stable")[:, : each // 2]  # those that go on, then idle ones
+        kept = (first_pe + each * np.arange(parts)[:, None]).ravel()
+        self.state = keep_rows(self.model, self.state, kept.astype(np.int32))
+        self.rows = len(kept)
+        self.of_row, self.made_b = self.of_row[kept], self.made_b[kept]
+        self.limit_b, self.stop_bk = self.limit_b[kept], self.stop_bk[kept]
+        self.sampling, self.numbers = [self.sampling[row] for row in kept], [self.numbers[row] for row in kept]
+        return True
 
     def _ended(self) -> Iterator[Completion]:
         """Takes the texts that have ended out of their rows."""
@@ -373,23 +397,3 @@ class _Run:
             middle = (low + high) // 2
             low, high = (low, middle) if string in self._text(tokens[:middle]) else (middle + 1, high)
         return low, text[:place], string
-
-
-def from_the_end(prompts: Sequence[Sequence[int]], length: int) -> Iterator[tuple[list[Sequence[int]], bool]]:
-    """Prompts in pieces of `length` tokens, cut from their ends so that all end in the last piece; and which it is."""
-    for back in reversed(range(-(-max(map(len, prompts)) // length))):
-        pieces = [p[max(len(p) - length * (back + 1), 0) : max(len(p) - length * back, 0)] for p in prompts]
-        yield pieces, back == 0
-
-
-def bucket(length: int, smallest: int) -> int:
-    """The smallest size for so many: a power of two, or half-way between two (128, 192, 256, 384, ...)."""
-    size = smallest
-    while size < length:
-        size = size * 3 // 2 if size & (size - 1) == 0 else size // 3 * 4
-    return size
-
-
-def power(length: int, smallest: int) -> int:
-    """The smallest power of two for so many."""
-    return max(smallest, 1 << max(length - 1, 0).bit_length())

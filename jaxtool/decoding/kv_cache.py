@@ -94,9 +94,17 @@ def attend_to_cache(
     q_bsnh: jax.Array, keys_bkht: jax.Array, values_bkth: jax.Array, position_bs: jax.Array, rules: AxisRules
 ) -> jax.Array:
     """Softmax(q k / sqrt(H)) v over the slots up to each query's own, [B, S, N, H]; scores and softmax are float32."""
+    seen_bst = jnp.arange(values_bkth.shape[2], dtype=jnp.int32) <= position_bs[..., None]
+    return attend_to_slots(q_bsnh, keys_bkht, values_bkth, seen_bst, rules)
+
+
+def attend_to_slots(
+    q_bsnh: jax.Array, keys_bkht: jax.Array, values_bkth: jax.Array, seen_bst: jax.Array, rules: AxisRules
+) -> jax.Array:
+    """The same over the slots that `seen_bst` [B, S, T] says, at least one for each query."""
     spec = rules.spec
     b, s, heads, size = q_bsnh.shape
-    _, kv_heads, slots, _ = values_bkth.shape
+    kv_heads = values_bkth.shape[1]
     groups = heads // kv_heads
     grouped = spec("batch", "sequence", "kv_heads", None, "head_size")
     rows = spec("batch", "kv_heads", None, "head_size")
@@ -105,9 +113,8 @@ def attend_to_cache(
     scores_bkxt = einsum(
         "bkxh,bkht->bkxt", q_bkxh, keys_bkht, out=spec("batch", "kv_heads", None, None), result_dtype="float32"
     )
-    seen_bst = jnp.arange(slots, dtype=jnp.int32) <= position_bs[..., None]
     seen_bxt = jnp.tile(seen_bst, (1, groups, 1))
-    scores_bkxt = jnp.where(seen_bxt[:, None], scores_bkxt * size**-0.5, -jnp.inf)  # slot 0 is always seen
+    scores_bkxt = jnp.where(seen_bxt[:, None], scores_bkxt * size**-0.5, -jnp.inf)
     weights_bkxt = jax.nn.softmax(scores_bkxt, axis=-1).astype(values_bkth.dtype)
     mixed_bkxh = einsum("bkxt,bkth->bkxh", weights_bkxt, values_bkth, out=rows)
     split = spec("batch", "kv_heads", None, "sequence", "head_size")

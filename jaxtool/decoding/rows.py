@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.decode_model import DecodeModel
@@ -148,6 +149,20 @@ def resize(model: DecodeModel, state: Rows, *, slots: int) -> Rows:
 
 
 _resized = jax.jit(resized, static_argnums=(1, 2))
+
+
+def keep_rows(model: DecodeModel, state: Rows, row_p: jax.Array | np.ndarray) -> Rows:
+    """Only the rows `row_p` [P], int32, in that order; on a mesh as for `take_rows`. A step takes less time then."""
+    kept = _kept(model.rules, state, row_p)
+    for leaf in jax.tree.leaves(state):
+        leaf.delete()
+    return kept
+
+
+@jax.jit(static_argnums=0)
+def _kept(rules: AxisRules, state: Rows, row_p: jax.Array | np.ndarray) -> Rows:
+    numbers_p = by_row(rules, jnp.asarray(row_p))
+    return jax.tree.map(lambda x: take_rows(rules, x, numbers_p), state)
 
 
 def by_row(rules: AxisRules, arrays: Arrays) -> Arrays:

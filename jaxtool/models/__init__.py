@@ -20,12 +20,10 @@ from jaxtool.models.vocabulary import (
     with_tool_rows,
     without_tool_rows,
 )
-from jaxtool.models.xla_attention import SHARED_PREFIX
 
 __all__ = [
     "GPTJ",
     "PORTS",
-    "SHARED_PREFIX",
     "CatalogChange",
     "GPTJConfig",
     "LanguageModel",

@@ -38,9 +38,8 @@ def attention(
         q_bsnh: queries; head n attends with key-value head n // (N / K).
         k_bskh: keys.
         v_bskh: values.
-        segment_ids_bs: int32; a token sees those before it and itself in its segment, and a `SHARED_PREFIX` before it
-            ("xla" and "cudnn"; NaN with "splash"). What comes out at padding (0) is finite and depends on the
-            implementation.
+        segment_ids_bs: int32; a token sees those before it and itself in its segment. What comes out at padding (0) is
+            finite and depends on the implementation.
         rules: mesh axes of batch and heads.
         implementation: "xla", "cudnn" or "splash"; the latter two run only on their devices.
     """

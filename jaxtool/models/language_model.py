@@ -324,9 +324,8 @@ class LanguageModel(nnx.Module):
 
         Args:
             tokens_bs: int32 token or tool ids, [B, S].
-            positions_bs: int32 positions for the rotary embedding, from 0 in each segment; behind a shared prefix they
-                go on from it.
-            segment_ids_bs: int32, 0 for padding; tokens attend within their segment and to a `SHARED_PREFIX`.
+            positions_bs: int32 positions for the rotary embedding, from 0 in each segment.
+            segment_ids_bs: int32, 0 for padding; tokens attend within their segment.
             tool_rows: the matrices' tool rows once more, to take the gradient in the place of the whole matrices.
 
         Raises:

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxtool.models.attention_kernels import run_on_own_heads
-from jaxtool.models.xla_attention import SHARED_PREFIX
 from jaxtool.parallel import AxisRules
 
 _LANES = 128  # blocks are multiples of the vector width, and narrower heads take as much room as these
@@ -29,7 +28,7 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `jaxtool.models.attention.attention`; a row with a `SHARED_PREFIX` gives NaN.
+    """See `jaxtool.models.attention.attention`.
 
     Args:
         q_bsnh: queries [B, S, N, H].
@@ -85,10 +84,7 @@ def _splash(
         residual_checkpoint_name="kept",
         interpret=interpret,
     )
-    # The kernel sees equal ids only; its result without the prefix would look like a result.
-    has_prefix_b = jnp.any(segment_ids_bs == SHARED_PREFIX, axis=1)
-    scale_b = jnp.where(has_prefix_b, jnp.nan, size**-0.5)
-    q_bsnh = (q_bsnh.astype(jnp.float32) * scale_b[:, None, None, None]).astype(q_bsnh.dtype)
+    q_bsnh = (q_bsnh.astype(jnp.float32) * size**-0.5).astype(q_bsnh.dtype)
 
     def laid_out(x_bsnh: jax.Array) -> jax.Array:
         return jnp.pad(x_bsnh, ((0, 0), (0, padded - length), (0, 0), (0, 0))).transpose(0, 2, 1, 3)

@@ -1,6 +1,6 @@
 """Causal attention in plain XLA operations: what the other implementations are tested against, and what CPUs run.
 
-It takes any dtype and mesh, packed rows and shared prefixes. Rows longer than `LONGEST_WHOLE` are computed a block of
+It takes any dtype and mesh, and packed rows. Rows longer than `LONGEST_WHOLE` are computed a block of
 queries at a time, so that memory grows with the length of a row and not with its square.
 """
 
@@ -11,8 +11,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtool.parallel import AxisRules, einsum, reshape
-
-SHARED_PREFIX = -1  # segment of tokens that all segments behind them in the row see, as if each began with them
 
 LONGEST_WHOLE = 2048
 QUERY_BLOCK = 512  # with 8,192 keys as many scores as a whole row of 2,048
@@ -73,7 +71,7 @@ def attend_in_blocks(
 def attention_mask(
     key_segments_bt: jax.Array, query_segments_bs: jax.Array | None = None, first: jax.Array | int = 0
 ) -> jax.Array:
-    """Boolean [B, S, T]: query s sees key t when t <= s and both are of one segment, or t is of `SHARED_PREFIX`.
+    """Boolean [B, S, T]: query s sees key t when t <= s and both are of one segment.
 
     Padding (0) sees only itself: the own position is always visible, so no softmax row is empty.
 
@@ -86,8 +84,7 @@ def attention_mask(
         query_segments_bs = key_segments_bt
     position_s1 = first + jnp.arange(query_segments_bs.shape[1])[:, None]
     position_1t = jnp.arange(key_segments_bt.shape[1])[None, :]
-    key_b1t = key_segments_bt[:, None, :]
-    visible = (query_segments_bs[:, :, None] == key_b1t) | (key_b1t == SHARED_PREFIX)
+    visible = query_segments_bs[:, :, None] == key_segments_bt[:, None, :]
     real = (query_segments_bs != 0)[:, :, None] | (position_s1 == position_1t)
     return (position_s1 >= position_1t) & visible & real
 

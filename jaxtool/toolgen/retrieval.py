@@ -15,10 +15,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtool.data import ChatPrompts
-from jaxtool.models import SHARED_PREFIX, LanguageModel, parameters
+from jaxtool.decoding import DecodeModel, KVCache, decode_model
+from jaxtool.decoding.packed_prefill import packed_states
+from jaxtool.decoding.prefix import read_prefix
+from jaxtool.models import LanguageModel
 from jaxtool.parallel import einsum, reshard
 
-SHORTEST_ROW = 64
+SHORTEST_ROW = 32
+LONGEST_SHARING = 512  # tokens; behind the beginnings of longer prompts little is saved
 _SHORTEST_PLACE = 8  # tokens; bounds the prompts of a row
 _PAIR_COST = 6  # of a key to a query, in multiplications by head and size: two, and the time of four for the softmax
 
@@ -57,30 +61,39 @@ class ToolRetriever:
     """Ranks the tools of a model for texts.
 
     Prompts of different lengths share rows, so that little of a prefill is padding, and the tokens of the template that
-    all prompts of a call begin with are computed once a row. Segment ids keep the prompts apart: a query's result is
-    that of its prompt alone. Row lengths are powers of two or half-way between two, and a prefill has batch_size rows
-    or a half, a quarter, ... of them, so that few compiled programs serve all queries.
+    all prompts begin with are read once, here. Segment ids keep the prompts apart: a query's result is that of its
+    prompt alone. Row lengths are powers of two or half-way between two, and a prefill has batch_size rows or a half, a
+    quarter, ... of them, so that few compiled programs serve all queries.
 
     Args:
-        model: a model with tool rows, its parameters on `mesh`. Its head is read here, once.
+        model: a model with tool rows, its parameters on `mesh`. Its layers are taken apart here (see `decode_model`),
+            its tool rows of the head cut out.
         prompts: renders the prompts as in training.
         mesh: the mesh of the model.
         batch_size: bounds the memory of a prefill to the tokens of this many prompts as long as the longest of a call
             (rounded up to such a length, at least `SHORTEST_ROW`). Shorter prompts give more queries in one prefill,
             fewer queries a smaller one. Must divide by the batch axes of the mesh.
+        donate: give up the memory of the model's layers, which must not be used again; without, they exist twice.
     """
 
-    def __init__(self, model: LanguageModel, prompts: ChatPrompts, mesh: Mesh, *, batch_size: int = 16) -> None:
+    def __init__(
+        self, model: LanguageModel, prompts: ChatPrompts, mesh: Mesh, *, batch_size: int = 16, donate: bool = False
+    ) -> None:
         if model.config.num_tools == 0:
             raise ValueError("the model has no tool rows, there is nothing to retrieve")
-        self.model, self.prompts, self.mesh, self.batch_size = model, prompts, mesh, batch_size
+        self.config, self.prompts, self.mesh, self.batch_size = model.config, prompts, mesh, batch_size
         self._parts = NamedSharding(mesh, model.rules.spec("batch", None)).num_devices // mesh.shape["model"]
         if batch_size < 1 or batch_size % self._parts:
             raise ValueError(
                 f"batch_size {batch_size} is not a positive multiple of the {self._parts} devices that share a batch"
             )
+        prompts.check_within(model.config.vocab_size, prompts.beginning)
         with jax.set_mesh(mesh):
             self._tools_td, self._bias_t = _tool_head(model)
+            self._model: DecodeModel = decode_model(model, donate=donate)
+            self._prefix: KVCache | None = None
+            if prompts.beginning:
+                self._prefix = read_prefix(self._model, prompts.beginning)
 
     def retrieve(
         self,
@@ -103,7 +116,7 @@ class ToolRetriever:
         """
         if k < 1:
             raise ValueError(f"k is {k}, expected at least 1")
-        tools = self.model.config.num_tools
+        tools = self.config.num_tools
         mask_t = np.ones(tools, bool)
         if allowed is not None:
             ids = np.fromiter(allowed, np.int64, len(allowed))
@@ -115,19 +128,19 @@ class ToolRetriever:
         for number, text in enumerate(texts):
             try:
                 prompts.append(self.prompts.prompt(text))
-                self.prompts.check_within(self.model.config.vocab_size, prompts[-1].ids)
+                self.prompts.check_within(self.config.vocab_size, prompts[-1].ids)
             except ValueError as error:
                 raise ValueError(f"query {number}: {error}") from error
 
         tools_qk = np.full((len(texts), k), -1, np.int32)
         log_probs_qk = np.full((len(texts), k), -np.inf, np.float32)
-        # Splash attention has no shared prefixes: there every prompt is whole.
-        can_share = self.model.config.attention != "splash"
-        shared = _shared_prefix([prompt.ids for prompt in prompts]) if can_share else []
-        own = [prompt.ids[len(shared) :] for prompt in prompts]
-        for prefill in self._prefills([len(ids) for ids in own], len(shared)):
+        longest = max((len(prompt.ids) for prompt in prompts), default=0)
+        prefix = self._prefix if longest <= LONGEST_SHARING else None
+        shared = prefix.slots if prefix else 0
+        own = [prompt.ids[shared:] for prompt in prompts]
+        for prefill in self._prefills([len(ids) for ids in own], shared):
             queries = [query for row in prefill.rows for query in row]
-            hidden_qd = self._last_hidden(prefill, shared, own)
+            hidden_qd = self._last_hidden(prefill, prefix, own)
             for first in range(0, len(queries), self.batch_size):
                 some = queries[first : first + self.batch_size]
                 scores, ranked = self._rank(hidden_qd[first : first + self.batch_size], mask_t, min(k, tools))
@@ -150,25 +163,26 @@ class ToolRetriever:
 
     def _prefills(self, lengths: Sequence[int], shared: int) -> list[_Prefill]:
         """Prompts with these numbers of tokens behind `shared` common ones, in the row length that makes least work."""
-        longest = shared + max(lengths, default=1)
+        longest = max(lengths, default=1)
         shortest_row = max(SHORTEST_ROW, 1 << (longest - 1).bit_length())
         # Half-way between two powers where that is enough; splash attention works on blocks of powers of two.
-        if longest <= shortest_row * 3 // 4 >= SHORTEST_ROW and self.model.config.attention != "splash":
+        if longest <= shortest_row * 3 // 4 >= SHORTEST_ROW and (shared or self.config.attention != "splash"):
             shortest_row = shortest_row * 3 // 4
-        c, weights = self.model.config, parameters(self.model)
-        per_token = sum(leaf.size for path, leaf in weights.items() if path.startswith("blocks.")) / c.num_hidden_layers
+        c = self.config
+        per_token = sum(leaf.size for leaf in jax.tree.leaves(self._model.layers)) / c.num_hidden_layers
         per_pair = _PAIR_COST * c.num_attention_heads * c.head_dim
         best: tuple[float, list[_Prefill]] = (np.inf, [])
         for row_length in (shortest_row, 2 * shortest_row, 4 * shortest_row):
             most = self.batch_size * shortest_row // row_length // self._parts * self._parts
             if most == 0:
                 break
-            rows, prefills = _packed(lengths, row_length - shared), []
+            rows, prefills = _packed(lengths, row_length), []
             for start in range(0, len(rows), most):
                 members = rows[start : start + most]
                 prefills.append(_Prefill(rows=members, shape=(self._enough(most, len(members)), row_length)))
             tokens = row_length * sum(prefill.shape[0] for prefill in prefills)
-            best = min(best, (tokens * (per_token + per_pair * row_length), prefills), key=lambda plan: plan[0])
+            work = tokens * (per_token + per_pair * (shared + row_length))
+            best = min(best, (work, prefills), key=lambda plan: plan[0])
         return best[1]
 
     def _enough(self, most: int, needed: int) -> int:
@@ -177,50 +191,39 @@ class ToolRetriever:
             most //= 2
         return most
 
-    def _last_hidden(self, prefill: _Prefill, shared: Sequence[int], own: Sequence[Sequence[int]]) -> np.ndarray:
+    def _last_hidden(self, prefill: _Prefill, prefix: KVCache | None, own: Sequence[Sequence[int]]) -> np.ndarray:
         """Hidden states [Q, D] at the end of the prompts of `prefill`, in the order of its rows."""
         rows, length = prefill.shape
         tokens_bs, positions_bs, segments_bs = (np.zeros((rows, length), np.int32) for _ in range(3))
         last_bp = np.zeros((rows, length // _SHORTEST_PLACE), np.int32)
-        begin = len(shared)
-        tokens_bs[:, :begin], positions_bs[:, :begin], segments_bs[:, :begin] = shared, np.arange(begin), SHARED_PREFIX
+        shared = prefix.slots if prefix else 0
         places = []
         for row, members in enumerate(prefill.rows):
-            start = begin
+            start = 0
             for segment, number in enumerate(members):
                 end = start + len(own[number])
                 tokens_bs[row, start:end] = own[number]
-                positions_bs[row, start:end] = np.arange(begin, begin + end - start)
+                positions_bs[row, start:end] = np.arange(shared, shared + end - start)
                 segments_bs[row, start:end] = segment + 1
                 last_bp[row, segment] = end - 1
                 places.append((row, segment))
                 start = end
         with jax.set_mesh(self.mesh):
-            batch = NamedSharding(self.mesh, self.model.rules.spec("batch", None))
+            batch = NamedSharding(self.mesh, self._model.rules.spec("batch", None))
             arrays = jax.device_put((tokens_bs, positions_bs, segments_bs, last_bp), batch)
-            hidden_bpd = np.asarray(_hidden_at(self.model, *arrays))
+            hidden_bpd = np.asarray(_hidden_at(self._model, prefix, *arrays))
         return hidden_bpd[tuple(np.array(places).T)]
 
     def _rank(self, hidden_qd: np.ndarray, mask_t: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Log-probabilities and ids [Q, k] of at most batch_size hidden states [Q, D]."""
         queries = len(hidden_qd)
         hidden_bd = np.pad(hidden_qd, ((0, self._enough(self.batch_size, queries) - queries), (0, 0)))
-        rows = self.model.rules.spec("batch", None)
+        rows = self._model.rules.spec("batch", None)
         with jax.set_mesh(self.mesh):
             hidden = jax.device_put(hidden_bd, NamedSharding(self.mesh, rows))
             mask = jax.device_put(mask_t, NamedSharding(self.mesh, PartitionSpec(None)))
             scores, ids = _top_tools(hidden, self._tools_td, self._bias_t, mask, k, rows)
         return np.asarray(scores)[:queries], np.asarray(ids)[:queries]
-
-
-def _shared_prefix(prompts: Sequence[list[int]]) -> list[int]:
-    """The tokens that all prompts begin with, short of the `_SHORTEST_PLACE` last ones of each."""
-    most = max(min(map(len, prompts), default=0) - _SHORTEST_PLACE, 0)
-    if most == 0:
-        return []
-    first, last = min(prompts), max(prompts)  # what these two begin with, all begin with
-    differing = (i for i, (a, b) in enumerate(zip(first[:most], last[:most], strict=True)) if a != b)
-    return first[: next(differing, most)]
 
 
 def _packed(lengths: Sequence[int], row_length: int) -> list[list[int]]:
@@ -247,11 +250,16 @@ def _tool_head(model: LanguageModel) -> tuple[jax.Array, jax.Array | None]:
 
 @jax.jit
 def _hidden_at(
-    model: LanguageModel, tokens_bs: jax.Array, positions_bs: jax.Array, segment_ids_bs: jax.Array, at_bp: jax.Array
+    model: DecodeModel,
+    prefix: KVCache | None,
+    tokens_bs: jax.Array,
+    positions_bs: jax.Array,
+    segment_ids_bs: jax.Array,
+    at_bp: jax.Array,
 ) -> jax.Array:
     """Hidden states [B, P, D] at the given positions of each row, on every device."""
     spec = model.rules.spec
-    hidden_bsd = model(tokens_bs, positions_bs, segment_ids_bs)
+    hidden_bsd = packed_states(model, prefix, tokens_bs, positions_bs, segment_ids_bs)
     rows_b1 = jnp.arange(tokens_bs.shape[0])[:, None]
     hidden_bpd = hidden_bsd.at[rows_b1, at_bp].get(out_sharding=spec("batch", None, "activation"))
     return reshard(hidden_bpd, spec(None, None, None))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxtool.config import MeshConfig
-from jaxtool.decoding import Capture, Completion, Engine, Request, Sampling, decode_model
-from jaxtool.decoding.engine import bucket, power
+from jaxtool.decoding import Capture, Completion, Engine, Request, Sampling, decode_model, keep_rows
+from jaxtool.decoding.buckets import bucket, power
 from jaxtool.decoding.prefix import common_prefix
 from jaxtool.parallel import make_mesh
 from tests.decoding.states import states_alone
@@ -160,11 +160,28 @@ def test_sizes() -> None:
     assert [power(n, 4) for n in (0, 4, 5, 8, 9, 512, 513)] == [4, 4, 8, 8, 16, 512, 1024]
 
 
+def test_the_last_texts_are_decoded_in_fewer_rows(
+    monkeypatch: pytest.MonkeyPatch, model: Any, alone: list[Completion]
+) -> None:
+    rows: list[int] = []
+
+    def noting(model: Any, state: Any, row_p: Any) -> Any:
+        rows.append(len(row_p))
+        return keep_rows(model, state, row_p)
+
+    monkeypatch.setattr("jaxtool.decoding.engine.keep_rows", noting)
+    monkeypatch.setattr("jaxtool.decoding.engine._FEWEST_ROWS", 2)
+    found = run(Engine(model, Letters(), rows=8), requests_of(17))
+    assert [each.tokens for each in found] == [each.tokens for each in alone]
+    assert rows == [4, 2]
+
+
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1)])
-def test_eight_devices(sizes: tuple[int, int, int], alone: list[Completion]) -> None:
+def test_eight_devices(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch, alone: list[Completion]) -> None:
+    monkeypatch.setattr("jaxtool.decoding.engine._FEWEST_ROWS", 1)
     mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], model=sizes[2]))
     with jax.set_mesh(mesh):
-        engine = Engine(decode_model(random_model(CONFIG, mesh=mesh)), Letters(), rows=8, read_tokens=128)
+        engine = Engine(decode_model(random_model(CONFIG, mesh=mesh)), Letters(), rows=16, read_tokens=128)
         found = run(engine, requests_of(17))
         assert [each.tokens for each in found] == [each.tokens for each in alone]
         shared = run(engine, requests_of(9, prefix=30))

@@ -25,15 +25,12 @@ ROWS = {
     "packed": PACKED,
     "one document": PACKED[[1, 3, 1, 3]],
     "short": PACKED[:, 40:61],
-    "prefix": np.array([[3, -1, -1, 1, 1, 2, 0, 2] * 2, [-1] * 5 + [1] * 6 + [2] * 5], np.int32),
 }
 
 
 def sees(segments: list[int], query: int, key: int) -> bool:
-    """Whether a token sees another one of its row; -1 is a prefix of all that follows."""
-    if query == key:
-        return True
-    return key < query and segments[query] != 0 and segments[key] in (segments[query], -1)
+    """Whether a token sees another one of its row."""
+    return query == key or (key < query and segments[query] != 0 and segments[key] == segments[query])
 
 
 @functools.cache
