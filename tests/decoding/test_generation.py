@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -195,6 +196,17 @@ def test_no_program_is_compiled_twice(llama: Any) -> None:
     prompts = prompts_of(4)
     generate(model, [prompt[::-1] for prompt in prompts], [GREEDY] * 4, limits=[5, 5, 9, 12], stop=[])
     assert (read._cache_size(), decode._cache_size()) == before
+
+
+def test_weights_are_arguments_and_no_step_asks_the_host(llama: Any) -> None:
+    """Closed over, weights would be constants of the program."""
+    model = decode_model(llama)
+    state = Rows.empty(model, rows=2, slots=SLOTS, most=LIMIT, penalty=True)
+    settings = RowSampling.of([Sampling(temperature=1.0, top_p=0.9, repetition_penalty=1.1)] * 2, range(2))
+    text = decode.lower(model, state, settings, np.array([3, 4]), NO_STOP, 5, draws=True).as_text()
+    assert "callback" not in text
+    filled = re.findall(r"stablehlo\.constant dense<(?:\"|\[).*> : tensor<([0-9x]*)", text)
+    assert max(np.prod([int(size) for size in shape.rstrip("x").split("x")]) for shape in filled) <= 16
 
 
 def test_prompts_that_do_not_fit() -> None:
