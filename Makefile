@@ -23,7 +23,7 @@ lint: $(VENV)/.dev-installed
 quickstart: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 quickstart: $(VENV)/.installed
 	$(BIN)/python train/finetune.py --config configs/quickstart.yaml
-	$(BIN)/python infer/retrieve.py --config configs/quickstart.yaml
+	$(BIN)/python infer/evaluate.py --config configs/quickstart.yaml
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] < (3, 14) else 1)' || { \

@@ -1,275 +1,221 @@
-"""Retrieves tools with a model that `train/finetune.py` trained: scores held-out queries, or answers a file of queries.
+"""Ranks tools for the queries of a file: lines in, JSON lines out, on one process or many.
 
-    python infer/retrieve.py --config configs/quickstart.yaml
-    python infer/retrieve.py --config configs/quickstart.yaml --queries queries.txt --output ranked.jsonl
+    python infer/retrieve.py --model runs/quickstart --input queries.jsonl --output ranked
+    python infer/retrieve.py --model smollm2 --tools tools.json --input queries.txt --output ranked
 
-The first form prints a table and writes `report/` (HTML, PNG, JSON) into the run directory. The second writes a line
-of JSON for each query, in the order of the file: `query`, the text, and `tools`, the evaluation.k most probable ones
-(fewer where the catalogue has fewer), best first: `tool`, the name; `id`, the place in the catalogue, from 0 on;
-`probability`, among all tools of the catalogue.
+The model is a run of train/finetune.py, whose tool tokens are ranked; or any model, with the tools of a file, whose
+names are searched for token by token. A line has `query` (text, rendered as in training), or a prompt as
+`infer/generate.py` takes it; `allowed` (names: only these may be ranked) and other fields, which go into its result.
+The folder gets a file for each part, and `results.jsonl` with all rows in the order of the input: `row`, the line's
+number from 0; its own fields; `ranked`, best first: `tool` (the name; null for none of the tools), `id` (its place in
+the catalogue, from 0) and `probability` among the allowed tools or, of names, `score`; `cut`, the tokens of the query
+that were left out, where there were any; or `error`, why there are none. The same command resumes a run that was
+killed, with the same bytes as one that wasn't.
 """
 
 import functools
-import importlib.metadata
-import json
 import os
-import platform
 import signal
-import sys
 import time
-from pathlib import Path
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 if __name__ == "__main__":  # the imports below take seconds, in which an interrupt shall be one line as well
     signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"interrupted\n"), os._exit(130)))
 
 import jax
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
-from rich.text import Text
 
-from jaxtool.config import check_writable, open_console, parse_run, run_parser, run_script, to_yaml
-from jaxtool.data import QUERY_FORMATS, ChatPrompts, Query, check_readable, load_retrieval_set, read_queries
-from jaxtool.evaluation import (
-    BM25Ranker,
-    Example,
-    Report,
-    SystemResult,
-    evaluate_rankings,
-    make_report_folder,
-    print_results,
-    printable,
-    write_report,
-)
-from jaxtool.models import without_lora
-from jaxtool.parallel import AxisRules, make_mesh
-from jaxtool.toolgen import ToolRetriever
-from jaxtool.training import RunDirectory
+from jaxtool.config import RetrieveConfig, config_parser, open_console, parse_config, run_script
+from jaxtool.data import ChatPrompts, PromptEncoder, read_query_lines
+from jaxtool.decoding import BeamSearch, OfflineJob, OfflineProgress, check_prompt
+from jaxtool.models import config_to_json
+from jaxtool.parallel import end_process, make_mesh, start_processes
+from jaxtool.toolgen import NameRetriever, ToolRetriever
+from jaxtool.tools import read_tool_names
+from jaxtool.tools.json_records import counted
+from jaxtool.training import load_trained
+
+QUERIES, FIELDS, NOUNS = ("query", "text"), ("ranked", "cut"), ("query", "queries")
+
+
+def allowed_tools(names: Any, place: dict[str, int], where: str) -> np.ndarray:
+    """A mask [T] of the tools with these names.
+
+    Raises:
+        ValueError: no list of names, an empty one, or an unknown name.
+    """
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where}, field allowed: expected a list of at least one name of a tool")
+    unknown = next((name for name in names if name not in place), None)
+    if unknown is not None:
+        raise ValueError(f"{where}, field allowed: there is no tool {unknown!r} among the {len(place):,}")
+    mask_t = np.zeros(len(place), bool)
+    mask_t[[place[name] for name in names]] = True
+    return mask_t
 
 
 def main() -> None:
-    """The run, from the checkpoint to the report."""
+    """From the file of queries to the folder of results."""
     # ================================================================================================================
-    # Configuration
+    # Configuration, processes, and the rows: checked before the model is read
     # ================================================================================================================
-    parser = run_parser("Rank tools for held-out queries (a report), or for the queries of a file (JSON lines).")
-    parser.add_argument("--queries", type=str, help=f"queries to rank tools for: {QUERY_FORMATS}")
-    parser.add_argument(
-        "--output",
-        type=str,
-        help="file for the answers to --queries (default: ranked.jsonl), a line of JSON for each query, in order: "
-        '{"query": text, "tools": [{"tool": name, "id": place in the catalogue, "probability": 0 to 1}, ...]} with the '
-        "evaluation.k most probable tools, best first; probabilities are among all tools of the catalogue",
+    config, _ = parse_config(RetrieveConfig, config_parser(RetrieveConfig, "Rank tools for the queries of a file."))
+    search = None
+    if config.tools:
+        search = BeamSearch(
+            beams=config.beams,
+            keep=config.keep,
+            normalize=config.normalize,
+            length_exponent=config.length_exponent,
+            # At few rows passes take the time, at many positions.
+            chunk=config.chunk or (4 if config.rows * config.beams <= 64 else 1),
+        )
+    start_processes(
+        config.processes.coordinator or None,
+        config.processes.count or None,
+        config.processes.index if config.processes.index >= 0 else None,
+        timeout=config.processes.start_seconds,
     )
-    config, options = parse_run(parser)
     console = open_console()
     say = functools.partial(console.print, highlight=False, markup=False, emoji=False)
-    notes = []
-
-    def warn(line: str) -> None:
-        notes.append(line)
-        print(f"warning: {line}", file=sys.stderr)
-
-    # ================================================================================================================
-    # What is asked for, and whether the run can answer it: checked before the checkpoint is read
-    # ================================================================================================================
-    output, queries = Path(options.output or "ranked.jsonl"), []
-    if options.queries is not None:
-        queries = read_queries(options.queries)
-        if output.exists() and output.samefile(options.queries):
-            raise ValueError(f"--output {output}: is the file of --queries, expected another one")
-        check_writable(output, "--output")
-    elif options.output is not None:
-        raise ValueError(f"--output {output}: it is for the answers to --queries, which is not given")
-    run = RunDirectory(config.run_dir)
-    model_config, catalog, settings = run.model_config(), run.catalog(), run.settings()
-    step = run.last_step()
-    if step is None:
-        raise ValueError(f"{run.path}: no complete checkpoint yet, run train/finetune.py with this config first")
-    unfinished = run.unfinished(step)
-    if unfinished is not None:
-        warn(f"{unfinished}; train/finetune.py with the same options goes on from there")
-    if model_config.max_position_embeddings < config.data.max_query_tokens:
-        raise ValueError(
-            f"data.max_query_tokens {config.data.max_query_tokens} is beyond "
-            f"the model's {model_config.max_position_embeddings} positions, lower it to that or less"
-        )
-    trained_data = settings.get("data", {})
-    trained_prompt = trained_data.get("system_prompt", config.data.system_prompt)
-    if trained_prompt != config.data.system_prompt:
-        warn(
-            f"data.system_prompt is {config.data.system_prompt!r}, but the model was trained with {trained_prompt!r}; "
-            "with another one it ranks worse"
-        )
-    mesh = make_mesh(config.mesh)
+    lines = read_query_lines(config.input)
+    tools: Sequence[str] = read_tool_names(config.tools) if config.tools else ()
+    mesh = make_mesh(config.mesh, jax.local_devices())  # each process has a model of its own
     jax.set_mesh(mesh)
-    shares = mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.evaluation.batch_size % shares:
-        raise ValueError(
-            f"evaluation.batch_size {config.evaluation.batch_size} is not a multiple of the {shares} devices that "
-            f"share a batch (mesh.data {mesh.shape['data']} x mesh.fsdp {mesh.shape['fsdp']})"
-        )
-    rules, dropped = AxisRules().fit(dict(mesh.shape), model_config.axis_sizes)
-    for line in dropped:
-        say(f"mesh: {line} (each of them holds all of it, which costs memory and time)")
-    longest = config.data.max_query_tokens
-    try:
-        prompts = ChatPrompts(run.tokenizer(), system_prompt=config.data.system_prompt, max_length=longest)
-    except ValueError as error:
-        raise ValueError(f"{run.path} with data.max_query_tokens {longest}: {error}") from error
-    parts = []
-    if options.queries is None:
-        make_report_folder(run.path / "report")
-        data = load_retrieval_set(
-            config.data.source,
-            seed=config.data.seed,
-            train_queries=config.data.train_queries,
-            test_queries=config.data.test_queries,
-        )
-        if data.catalog.fingerprint != catalog.fingerprint:
-            raise ValueError(
-                f"data.source {config.data.source}: its {len(data.catalog):,} tools are not the {len(catalog):,} that "
-                f"{run.path} was trained on; its data.source was {trained_data.get('source', 'another one')}"
-            )
-        if not data.test and not data.test_unseen:
-            raise ValueError(
-                f"data.source {config.data.source}: no test queries to score, expected at least one; "
-                "--queries ranks tools for queries without labels"
-            )
-        if trained_data.get("seed", config.data.seed) != config.data.seed:
-            warn(
-                f"data.seed is {config.data.seed}, but was {trained_data['seed']} in training: where it decides the "
-                "split, queries that were trained on are scored"
-            )
-        notes += data.notes
-        if data.test:
-            parts.append(("trained tools" if data.test_unseen else "test queries", data.test))
-        if data.test_unseen:
-            parts.append(("tools without training queries", data.test_unseen))
-        queries = [Query.of(query) for _, part in parts for query in part]
-    for line in check_readable(queries, prompts):
-        warn(line)
 
     # ================================================================================================================
-    # The trained model
+    # The model, its prompts, and the folder of results
     # ================================================================================================================
     started = time.monotonic()
-    model = without_lora(run.restore_model(step, rules, mesh))
-    retriever = ToolRetriever(model, prompts, mesh, batch_size=config.evaluation.batch_size, donate=True)
-    say(f"{run.path}: checkpoint {step:,}, {len(catalog):,} tools, restored in {time.monotonic() - started:.1f} s")
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(compact=True),
+    trained = load_trained(config.model, mesh, param_dtype=config.param_dtype, report=say)
+    model_config = trained.model.config
+    if not config.tools and not trained.tools:
+        raise ValueError(f"{config.model}: the model has no tool tokens; --tools names a file of tools, by their names")
+    tools = tools or trained.tools
+    place = {name: number for number, name in enumerate(tools)}
+    data = trained.settings.get("data", {})
+    system_prompt = data.get("system_prompt") if config.system_prompt is None else config.system_prompt
+    if system_prompt != data.get("system_prompt", system_prompt):
+        say(f"system_prompt is {system_prompt!r}, but {data['system_prompt']!r} in training: it may rank worse")
+    longest = min(config.max_query_tokens or data.get("max_query_tokens", 256), model_config.max_position_embeddings)
+    try:
+        prompts = ChatPrompts(trained.tokenizer, system_prompt=system_prompt, max_length=longest)
+    except ValueError as error:
+        raise ValueError(f"{config.model} with max_query_tokens {longest}: {error}") from error
+    encoder = PromptEncoder(
+        trained.tokenizer,
+        vocabulary=model_config.text_tokens or model_config.vocab_size,
+        end_ids=trained.eos_token_ids,
+        tools=range(model_config.vocab_size, model_config.vocab_size + model_config.num_tools),
+        tool_id=trained.tool_id if trained.tools else None,
+        result=FIELDS,
+        queries=prompts,
     )
-    k = min(config.evaluation.k, max(5, len(catalog)))  # places behind the last tool would stay empty
-
-    # ================================================================================================================
-    # A file of queries: one JSON object a line, in the order of the file
-    # ================================================================================================================
-    if options.queries is not None:
-        texts = [query.text for query in queries]
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("queries", total=len(texts))
-            found = retriever.retrieve(texts, k, progress=functools.partial(progress.advance, task))
-        output = output.resolve()  # through a link, not in its place
-        temporary = output.with_name(f".{output.name}.{os.getpid()}")
-        with temporary.open("w", encoding="utf-8") as file:
-            for row, text in enumerate(texts):
-                tools = [
-                    {"tool": catalog[tool].name, "id": int(tool), "probability": float(np.exp(log_prob))}
-                    for tool, log_prob, valid in zip(
-                        found.tools_qk[row], found.log_probs_qk[row], found.valid_qk[row], strict=True
-                    )
-                    if valid
-                ]
-                file.write(json.dumps({"query": text, "tools": tools}, ensure_ascii=False) + "\n")
-        os.replace(temporary, output)
-        say(
-            f"{len(texts):,} queries answered in {output}, {min(k, len(catalog))} tools each; {found.cut:,} were "
-            f"longer than data.max_query_tokens ({config.data.max_query_tokens}) and cut at their end"
-        )
-        return
-
-    # ================================================================================================================
-    # Held-out queries: the model and BM25 on the same candidates (all tools)
-    # ================================================================================================================
-    bm25 = BM25Ranker(catalog)
-    results, examples, timings, rows = [], [], {}, []
-    for group, labelled in parts:
-        if 0 < config.evaluation.max_queries < len(labelled):
-            notes.append(f"{group}: the first {config.evaluation.max_queries} of {len(labelled)} queries are scored")
-            labelled = labelled[: config.evaluation.max_queries]
-        texts, gold = [query.text for query in labelled], [query.tools for query in labelled]
-        started = time.monotonic()
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task(group, total=len(texts))
-            found = retriever.retrieve(texts, k, progress=functools.partial(progress.advance, task))
-        timings[f"jaxtool, {group}: {len(texts)} queries"] = time.monotonic() - started
-        started = time.monotonic()
-        bm25_tools, bm25_scores = bm25.rank(texts, k)
-        timings[f"BM25, {group}: {len(texts)} queries"] = time.monotonic() - started
-        notes.append(
-            f"{group}: {found.cut} of {len(texts)} prompts were longer than "
-            f"{config.data.max_query_tokens} tokens and cut"
-        )
-        for system, ranked_qk, valid_qk in (
-            ("jaxtool", found.tools_qk, found.valid_qk),
-            ("BM25", bm25_tools, bm25_scores > 0),
-        ):
-            scores = evaluate_rankings(ranked_qk, valid_qk, gold, returned=5)
-            results.append(SystemResult(system=system, group=group, scores=scores))
-            rows.append(
-                {
-                    "system": system,
-                    "group": group,
-                    "queries": len(texts),
-                    **{name: scores.mean(name) for name in scores.per_query},
-                }
+    retriever: ToolRetriever | NameRetriever
+    if search is None:
+        retriever = ToolRetriever(trained.model, prompts, mesh, batch_size=config.rows, donate=True)
+    else:
+        try:
+            retriever = NameRetriever(
+                trained.model,
+                trained.tokenizer,
+                tools,
+                mesh,
+                end_token=prompts.end_id,
+                search=search,
+                no_tool=config.no_tool or None,
+                batch_size=config.rows,
+                read_tokens=config.read_tokens,
+                donate=True,
             )
-        # Examples are drawn, not chosen: failures are shown as they fall.
-        drawn = np.random.default_rng(config.seed).permutation(len(texts))[: config.evaluation.examples]
-        for row in sorted(drawn.tolist()):
-            top = [
-                (catalog[int(tool)].name, float(np.exp(log_prob)), int(tool) in gold[row])
-                for tool, log_prob in zip(found.tools_qk[row, :5], found.log_probs_qk[row, :5], strict=True)
-                if tool >= 0
-            ]
-            examples.append(Example(query=texts[row], gold=[catalog[tool].name for tool in gold[row]], top=top))
+        except ValueError as error:
+            raise ValueError(f"{config.tools}: {error}") from error
+    score, kept = ("probability", min(config.keep, len(tools))) if search is None else ("score", config.keep)
+    job = OfflineJob(
+        config.output,
+        lines,
+        {
+            "model": config.model,
+            "version": trained.version,
+            "config": config_to_json(model_config),
+            "tools": [len(tools), config.tools],
+            "keep": config.keep,
+            "search": None if search is None else [str(search), config.no_tool],
+            "prompt": [system_prompt, longest],
+            "batch": [config.rows, config.read_tokens],
+            "devices": [jax.default_backend(), dict(mesh.shape)],
+        },
+        part_rows=config.part_rows,
+        process=jax.process_index(),
+        processes=jax.process_count(),
+    )
+    say(
+        f"{config.model}: {len(tools):,} tools, loaded in {time.monotonic() - started:.1f} s; {len(lines):,} rows in "
+        f"{len(job.parts):,} parts"
+    )
 
     # ================================================================================================================
-    # Report
+    # Part by part: queries to prompts, prompts to tools, records to a file
     # ================================================================================================================
-    print_results(results, console=console)
-    table = Table("query (drawn at random)", "gold tools", "top 5 with probability", title="Examples", show_lines=True)
-    for example in examples:
-        ranked = "\n".join(f"{'*' if hit else ' '} {probability:6.1%} {name}" for name, probability, hit in example.top)
-        table.add_row(*(Text(printable(text)) for text in (example.query[:300], "\n".join(example.gold), ranked)))
-    console.print(table)
-    versions = {name: importlib.metadata.version(name) for name in ("jaxtool", "jax", "flax", "transformers")}
-    environment = {
-        **versions,
-        "python": platform.python_version(),
-        "devices": str(jax.devices()),
-        "cores": str(os.cpu_count()),
-    }
-    report = Report(
-        title=f"Tool retrieval: {Path(config.run_dir).name}, checkpoint {step}",
-        configuration=to_yaml(config),
-        notes=notes,
-        results=results,
-        examples=examples,
-        environment=environment,
-        timings=timings,
-        metrics=run.metrics(),
-    )
-    page = write_report(report, run.path / "report")
-    (page.parent / "results.json").write_text(json.dumps({"results": rows, "timings": timings}, indent=1))
-    say(f"report: {page}")
+    cut, lost = 0, Counter[str]()
+    with OfflineProgress(job, console) as progress:
+        for part in job.own_parts():
+            records: list[dict[str, Any]] = []
+            answered, ids, masks = [], [], []
+            for line in part.lines:
+                record: dict[str, Any] = {"row": line.row}
+                where = f"{config.input}:{line.line}"
+                try:
+                    row = encoder.encode(line, config.input)
+                    record |= row.fields
+                    check_prompt(model_config, row.tokens)
+                    mask_t = None
+                    if "allowed" in row.fields:
+                        mask_t = allowed_tools(row.fields["allowed"], place, where)
+                except ValueError as error:
+                    record["error"] = str(error) if str(error).startswith(where) else f"{where}: {error}"
+                else:
+                    if row.cut:
+                        record["cut"] = row.cut
+                    lost.update(prompts.without_token(row.fields[name] for name in QUERIES if name in row.fields))
+                    answered.append(record)
+                    ids.append(row.tokens)
+                    masks.append(mask_t)
+                records.append(record)
+            allowed_qt = None
+            if any(mask_t is not None for mask_t in masks):
+                allowed_qt = np.stack([np.ones(len(tools), bool) if mask_t is None else mask_t for mask_t in masks])
+            found = retriever.rank(ids, kept, allowed_qt=allowed_qt, progress=progress.row)
+            progress.tokens(sum(map(len, ids)), 0)
+            for record, numbers, scores, valid in zip(
+                answered, found.tools_qk, found.log_probs_qk, found.valid_qk, strict=True
+            ):
+                record["ranked"] = [
+                    {
+                        "tool": tools[tool] if tool < len(tools) else None,
+                        "id": int(tool) if tool < len(tools) else None,
+                        score: float(np.exp(log_prob)) if search is None else float(log_prob),
+                    }
+                    for tool, log_prob in zip(numbers[valid], scores[valid], strict=True)
+                ]
+            job.write(part, records)
+            cut += sum("cut" in record for record in records)
+            progress.part(records)
+
+    # ================================================================================================================
+    # Summary
+    # ================================================================================================================
+    for character, count in sorted(lost.items()):
+        say(f"the tokenizer has no token for {character!r}: the model read {counted(count, *NOUNS)} without it")
+    if cut:
+        say(f"{counted(cut, *NOUNS)} cut to {longest} tokens at the end")
+    say(progress.summary())
+    if job.finished:  # the process that ends last
+        say(f"results: {job.merge()}")
+    job.close()
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_script(main, interrupted="; the same command resumes", end=end_process)

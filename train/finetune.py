@@ -3,7 +3,7 @@
     python train/finetune.py --config configs/quickstart.yaml
 
 The same command resumes a run that was stopped, on any number of devices and processes. SIGTERM and Ctrl-C end it with
-a checkpoint. `infer/retrieve.py` takes the same config afterwards.
+a checkpoint. `infer/evaluate.py` takes the same config afterwards.
 """
 
 import dataclasses
@@ -263,7 +263,7 @@ def main() -> None:
         say(f"stopped by {stop.reason}: {run.path} is saved at step {at:,} of {total:,}{share}")
         say("the same command goes on")
         sys.exit(130 if stop.interrupted else 0)
-    say(f"finished: {run.path} at step {total:,}{share}; infer/retrieve.py with the same options uses it")
+    say(f"finished: {run.path} at step {total:,}{share}; infer/evaluate.py with the same options scores it")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ from jaxtool.config.command_line import (
     run_script,
     to_yaml,
 )
-from jaxtool.config.offline_config import ActivationsConfig, GenerateConfig, OfflineConfig, SamplingConfig
+from jaxtool.config.offline_config import (
+    ActivationsConfig,
+    GenerateConfig,
+    OfflineConfig,
+    RetrieveConfig,
+    SamplingConfig,
+)
 from jaxtool.config.run_config import (
     CheckpointConfig,
     DataConfig,
@@ -38,6 +44,7 @@ __all__ = [
     "OfflineConfig",
     "OptimizerConfig",
     "ProcessConfig",
+    "RetrieveConfig",
     "RunConfig",
     "SamplingConfig",
     "StageConfig",

@@ -110,3 +110,45 @@ class ActivationsConfig(OfflineConfig):
             raise ValueError(f"tokens is {self.tokens!r}, expected last or mean")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype is {self.dtype!r}, expected float32 or bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetrieveConfig(OfflineConfig):
+    """Tools for a file of queries; see `OfflineConfig`.
+
+    Attributes:
+        keep: ranked tools of a query, best first.
+        tools: a file of tools (JSON, as for training, or a name a line), whose names are searched for token by token;
+            empty: the model's own tool tokens are ranked.
+        beams: of the search for names; at least keep.
+        normalize: scores of names are relative to all that the model can predict ("full"), to the tokens that occur in
+            names at that place ("slice") or to those that may come next ("allowed").
+        length_exponent: scores of names are divided by this power of their tokens, the end counted; 0 leaves them.
+        chunk: forced tokens of names that are read at once (0: 4 up to 64 beams of all rows together, else 1).
+        no_tool: a name for none of the tools, ranked among them ("": there is none).
+        system_prompt: of queries; null: that of the model's training, or what the chat template puts.
+        max_query_tokens: of a query's prompt, longer ones are cut at their end; 0: those of the training, or 256.
+    """
+
+    keep: int = 5
+    tools: str = ""
+    beams: int = 10
+    normalize: str = "full"
+    length_exponent: float = 0.0
+    chunk: int = 0
+    no_tool: str = ""
+    system_prompt: str | None = None
+    max_query_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within("keep", self.keep, 1)
+        within("beams", self.beams, 1)
+        within("chunk", self.chunk, 0)
+        within("max_query_tokens", self.max_query_tokens, 0)
+        if self.tools and self.keep > self.beams:
+            raise ValueError(f"keep is {self.keep}, more than beams {self.beams}; expected at most as many")
+        if not self.tools:
+            for name in ("beams", "normalize", "length_exponent", "chunk", "no_tool"):
+                if getattr(self, name) != getattr(RetrieveConfig, name):
+                    raise ValueError(f"{name} is for names of tools, and tools is not given")

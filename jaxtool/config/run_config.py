@@ -173,9 +173,8 @@ class EvaluationConfig:
     """Retrieval on held-out queries.
 
     Attributes:
-        k: ranked tools of a query, best first: the length of `tools` in the lines that infer/retrieve.py writes for
-            --queries (as many as there are tools, if these are fewer). At least 5, the places that the metrics look at;
-            more than 5 don't change them.
+        k: ranked tools of a query, best first. At least 5, the places that the metrics look at; more than 5 don't
+            change them.
         batch_size: bounds the memory of a prefill, over all devices: it holds the tokens of this many of the longest
             queries. At most 65,536, and 2^26 (67 million) tokens with queries of data.max_query_tokens.
         max_queries: evaluate the first this many queries of each part (0: all).
@@ -211,7 +210,7 @@ class RunConfig:
         retrieval: third stage, query to tools.
         agent: last stage, conversations; off unless it has epochs.
         checkpoints: when to save.
-        evaluation: what `infer/retrieve.py` measures.
+        evaluation: what `infer/evaluate.py` measures.
         metrics: where numbers are shown.
         processes: several hosts as one run.
     """

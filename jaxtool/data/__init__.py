@@ -10,7 +10,7 @@ from jaxtool.data.documents import Documents
 from jaxtool.data.labelled_files import load_labelled, load_labelled_folder
 from jaxtool.data.packing import BatchShape, PackedBatches
 from jaxtool.data.prompt_rows import PromptEncoder, PromptLine, PromptRow, read_prompt_lines
-from jaxtool.data.query_files import QUERY_FORMATS, Query, check_readable, read_queries
+from jaxtool.data.query_files import QUERY_FORMATS, Query, check_readable, read_query_lines
 from jaxtool.data.query_sets import HeldOut, LabelledQuery, QuerySetError, RetrievalSet, load_retrieval_set
 from jaxtool.data.sample_writer import PreparedSamples, SampleError, SampleWriter
 from jaxtool.data.samples import DRAWN, Batch, Sample, SampleArrays
@@ -50,6 +50,6 @@ __all__ = [
     "load_labelled_folder",
     "load_retrieval_set",
     "read_prompt_lines",
-    "read_queries",
+    "read_query_lines",
     "smollm2",
 ]

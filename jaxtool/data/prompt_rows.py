@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxtool.data.chat import ChatPrompts
 from jaxtool.data.chat_files import conversation_of
 from jaxtool.data.chat_samples import ChatEncoder
 from jaxtool.data.chat_template import ChatTemplate
@@ -22,6 +23,7 @@ from jaxtool.data.text_encoder import TextEncoder
 from jaxtool.tools.json_records import Problems, Record, json_kind, parse_value
 
 _PROMPTS = ("prompt", "messages", "tokens")
+_QUERIES = ("query", "text")
 _OF_MESSAGES = ("tools", "system")
 
 
@@ -49,12 +51,14 @@ class PromptRow:
         tokens: the prompt.
         sampling: the settings that the line gives.
         fields: `id` and what else the line has, for the result.
+        cut: tokens of a query's end that were left out.
     """
 
     row: int
     tokens: list[int]
     sampling: Mapping[str, Any] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    cut: int = 0
 
 
 def read_prompt_lines(path: str | Path) -> list[PromptLine]:
@@ -97,6 +101,8 @@ class PromptEncoder:
         tools: the ids that `tokens` may hold besides those of text.
         tool_id: the id of a tool's token by its name, for messages that name tools.
         result: fields that results have besides `row` and `error`; a line's own would be lost.
+        queries: renders queries, which lines then may have in the place of a prompt: a text alone, or in the field
+            `query` or `text`. They go into the result.
     """
 
     def __init__(
@@ -105,14 +111,17 @@ class PromptEncoder:
         *,
         vocabulary: int,
         end_ids: Sequence[int],
-        defaults: Any,
+        defaults: Any = None,
         tools: range = range(0),
         tool_id: Callable[[str], int] | None = None,
         result: Sequence[str] = (),
+        queries: ChatPrompts | None = None,
     ) -> None:
         self.tokenizer, self.vocabulary, self.end_ids = tokenizer, vocabulary, end_ids
         self.defaults, self.tools, self.tool_id = defaults, tools, tool_id
         self.result = ("row", "error", *result)
+        self.queries = queries
+        self.kinds = _PROMPTS if queries is None else (*_QUERIES, *_PROMPTS)
         self.text = TextEncoder(tokenizer)
         self._chat: ChatEncoder | None = None
 
@@ -124,18 +133,24 @@ class PromptEncoder:
         """
         where = f"{file}:{line.line}"
         value = parse_value(line.text, where)
+        if self.queries is not None and isinstance(value, str):
+            value = {"query": value}
         if not isinstance(value, dict):
             raise ValueError(f"{where}: expected an object with a prompt, found {json_kind(value)}")
-        given = [name for name in _PROMPTS if name in value]
+        given = [name for name in self.kinds if name in value]
         if len(given) != 1:
             found = " and ".join(given) or ", ".join(map(repr, value)) or "no field"
-            raise ValueError(f"{where}: expected one of the fields {', '.join(_PROMPTS)}; found {found}")
-        used = (*_PROMPTS, "sampling", *(_OF_MESSAGES if given == ["messages"] else ()))
+            raise ValueError(f"{where}: expected one of the fields {', '.join(self.kinds)}; found {found}")
+        settings = () if self.defaults is None else ("sampling",)
+        used = (*_PROMPTS, *settings, *(_OF_MESSAGES if given == ["messages"] else ()))
         kept = {name: x for name, x in value.items() if name not in used}
         for name in self.result:
             if name in kept:
                 raise ValueError(f"{where}: field {name!r} is a field of the result, expected another name")
-        sampling = self._sampling(value.get("sampling"), where)
+        sampling = self._sampling(value["sampling"], where) if settings and "sampling" in value else {}
+        if self.queries is not None and given[0] in _QUERIES:
+            tokens, cut = self._query(self.queries, value[given[0]], f"{where}, field {given[0]}")
+            return PromptRow(row=line.row, tokens=tokens, sampling=sampling, fields=kept, cut=cut)
         if given == ["prompt"]:
             tokens = self._text_tokens(value["prompt"], where)
         elif given == ["tokens"]:
@@ -156,6 +171,16 @@ class PromptEncoder:
                 f"{where}, field prompt: the tokenizer gives id {max(ids)}, the model has {self.vocabulary}"
             )
         return list(ids)
+
+    def _query(self, queries: ChatPrompts, text: Any, where: str) -> tuple[list[int], int]:
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: expected text, found {json_kind(text)}")
+        try:
+            prompt = queries.prompt(text)
+            queries.check_within(self.vocabulary, prompt.ids)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return prompt.ids, prompt.cut
 
     def _ids(self, ids: Any, where: str) -> list[int]:
         if not isinstance(ids, list) or not ids:

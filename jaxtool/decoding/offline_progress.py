@@ -58,10 +58,10 @@ class OfflineProgress:
         speed = (self.made or self.read) / max(time.monotonic() - self.started, 1e-9)
         self.progress.update(self.task, speed=f"{speed:,.0f} tokens/s {'generated' if self.made else 'read'}")
 
-    def row(self) -> None:
-        """A row has its result."""
-        self.done += 1
-        self.progress.advance(self.task)
+    def row(self, rows: int = 1) -> None:
+        """Rows have their results."""
+        self.done += rows
+        self.progress.advance(self.task, rows)
 
     def part(self, records: Sequence[Mapping[str, Any]]) -> None:
         """A part is written; rows with an error are counted and the first of them remembered."""
@@ -76,8 +76,13 @@ class OfflineProgress:
         lines = [
             f"{self.done + self.failed:,} rows in {seconds:,.1f} s"
             + (f", {self.resumed:,} were there already" if self.resumed else "")
-            + f": {self.read:,} tokens read, {self.made:,} generated ({self.made / seconds:,.1f} a second); "
-            f"{self.failed:,} rows have an error"
+            + f": {self.read:,} tokens read"
+            + (
+                f", {self.made:,} generated ({self.made / seconds:,.1f}"
+                if self.made
+                else f" ({self.read / seconds:,.1f}"
+            )
+            + f" a second); {self.failed:,} rows have an error"
         ]
         lines += [f"  {error}" for error in self.errors]
         if self.failed > len(self.errors):

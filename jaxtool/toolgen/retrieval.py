@@ -7,7 +7,7 @@ only append the end of the turn) and gives any k. Multi-token ids need the decod
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -114,52 +114,98 @@ class ToolRetriever:
         Raises:
             ValueError: an empty text, k below 1, `allowed` empty or with an unknown id, or scores that aren't finite.
         """
-        if k < 1:
-            raise ValueError(f"k is {k}, expected at least 1")
-        tools = self.config.num_tools
-        mask_t = np.ones(tools, bool)
+        encoded = []
+        for number, text in enumerate(texts):
+            try:
+                encoded.append(self.prompts.prompt(text))
+                self.prompts.check_within(self.config.vocab_size, encoded[-1].ids)
+            except ValueError as error:
+                raise ValueError(f"query {number}: {error}") from error
+        mask_1t = None
         if allowed is not None:
+            tools = self.config.num_tools
             ids = np.fromiter(allowed, np.int64, len(allowed))
             if not ids.size or ids.min() < 0 or ids.max() >= tools:
                 raise ValueError(f"allowed tools must be a non-empty set of ids from 0 to {tools - 1}")
-            mask_t[:] = False
-            mask_t[ids] = True
-        prompts = []
-        for number, text in enumerate(texts):
-            try:
-                prompts.append(self.prompts.prompt(text))
-                self.prompts.check_within(self.config.vocab_size, prompts[-1].ids)
-            except ValueError as error:
-                raise ValueError(f"query {number}: {error}") from error
+            mask_1t = np.zeros((1, tools), bool)
+            mask_1t[:, ids] = True
+        found = self.rank([prompt.ids for prompt in encoded], k, allowed_qt=mask_1t, progress=progress)
+        return replace(found, cut=sum(prompt.cut > 0 for prompt in encoded))
 
-        tools_qk = np.full((len(texts), k), -1, np.int32)
-        log_probs_qk = np.full((len(texts), k), -np.inf, np.float32)
-        longest = max((len(prompt.ids) for prompt in prompts), default=0)
-        prefix = self._prefix if longest <= LONGEST_SHARING else None
-        shared = prefix.slots if prefix else 0
-        own = [prompt.ids[shared:] for prompt in prompts]
-        for prefill in self._prefills([len(ids) for ids in own], shared):
-            queries = [query for row in prefill.rows for query in row]
-            hidden_qd = self._last_hidden(prefill, prefix, own)
-            for first in range(0, len(queries), self.batch_size):
-                some = queries[first : first + self.batch_size]
-                scores, ranked = self._rank(hidden_qd[first : first + self.batch_size], mask_t, min(k, tools))
-                log_probs_qk[some, : scores.shape[1]] = scores
-                tools_qk[some, : ranked.shape[1]] = ranked
-            if progress is not None:
-                progress(len(queries))
-        valid_qk = np.isfinite(log_probs_qk)
-        if not valid_qk[:, 0].all():
-            raise ValueError(
-                f"query {int(np.argmin(valid_qk[:, 0]))}: the model's scores are not finite, its weights are damaged"
-            )
-        tools_qk[~valid_qk] = -1
-        return Retrieved(
-            tools_qk=tools_qk,
-            log_probs_qk=log_probs_qk,
-            valid_qk=valid_qk,
-            cut=sum(prompt.cut > 0 for prompt in prompts),
+    def rank(
+        self,
+        prompts: Sequence[Sequence[int]],
+        k: int,
+        *,
+        allowed_qt: np.ndarray | None = None,
+        progress: Callable[[int], object] | None = None,
+    ) -> Retrieved:
+        """The k most probable tools behind each prompt, ties by tool id.
+
+        Args:
+            prompts: token ids, none empty.
+            k: places to fill.
+            allowed_qt: bool [Q, T], at least one tool for each prompt; or [1, T] for all of them (None: all tools).
+            progress: called with the number of prompts of each finished prefill.
+
+        Raises:
+            ValueError: k below 1, a mask of another shape or without a tool, or scores that aren't finite.
+        """
+        if k < 1:
+            raise ValueError(f"k is {k}, expected at least 1")
+        count, tools = len(prompts), self.config.num_tools
+        mask_qt = np.ones((1, tools), bool) if allowed_qt is None else allowed_qt
+        if mask_qt.shape not in ((1, tools), (count, tools)) or mask_qt.dtype != np.bool_:
+            raise ValueError(f"allowed_qt is {mask_qt.dtype} {mask_qt.shape}, expected bool {(count, tools)}")
+        if not mask_qt.any(axis=1).all():
+            raise ValueError(f"prompt {int(np.argmin(mask_qt.any(axis=1)))}: no tool is allowed, expected at least one")
+        found = Retrieved(
+            tools_qk=np.full((count, k), -1, np.int32),
+            log_probs_qk=np.full((count, k), -np.inf, np.float32),
+            valid_qk=np.zeros((count, k), bool),
+            cut=0,
         )
+        beginning = self.prompts.beginning
+        shared = len(beginning)
+        behind = [
+            self._prefix is not None and shared < len(ids) <= LONGEST_SHARING and list(ids[:shared]) == beginning
+            for ids in prompts
+        ]
+        for sharing in (True, False):
+            numbers = [number for number in range(count) if behind[number] == sharing]
+            if numbers:
+                self._rank_some(prompts, numbers, self._prefix if sharing else None, mask_qt, found, progress)
+        found.valid_qk[:] = np.isfinite(found.log_probs_qk)
+        if not found.valid_qk[:, 0].all():
+            raise ValueError(
+                f"query {int(np.argmin(found.valid_qk[:, 0]))}: the model's scores are not finite, its weights are "
+                "damaged"
+            )
+        found.tools_qk[~found.valid_qk] = -1
+        return found
+
+    def _rank_some(
+        self,
+        prompts: Sequence[Sequence[int]],
+        numbers: Sequence[int],
+        prefix: KVCache | None,
+        mask_qt: np.ndarray,
+        found: Retrieved,
+        progress: Callable[[int], object] | None,
+    ) -> None:
+        """Writes tools and log-probabilities of the prompts with these numbers, which begin with the prefix."""
+        k, shared = min(found.tools_qk.shape[1], self.config.num_tools), prefix.slots if prefix else 0
+        own = [prompts[number][shared:] for number in numbers]
+        for prefill in self._prefills([len(ids) for ids in own], shared):
+            places = [place for row in prefill.rows for place in row]
+            hidden_qd = self._last_hidden(prefill, prefix, own)
+            for first in range(0, len(places), self.batch_size):
+                some = [numbers[place] for place in places[first : first + self.batch_size]]
+                mask = mask_qt if len(mask_qt) == 1 else mask_qt[some]
+                scores, ranked = self._rank(hidden_qd[first : first + self.batch_size], mask, k)
+                found.log_probs_qk[some, :k], found.tools_qk[some, :k] = scores, ranked
+            if progress is not None:
+                progress(len(places))
 
     def _prefills(self, lengths: Sequence[int], shared: int) -> list[_Prefill]:
         """Prompts with these numbers of tokens behind `shared` common ones, in the row length that makes least work."""
@@ -214,14 +260,18 @@ class ToolRetriever:
             hidden_bpd = np.asarray(_hidden_at(self._model, prefix, *arrays))
         return hidden_bpd[tuple(np.array(places).T)]
 
-    def _rank(self, hidden_qd: np.ndarray, mask_t: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """Log-probabilities and ids [Q, k] of at most batch_size hidden states [Q, D]."""
+    def _rank(self, hidden_qd: np.ndarray, mask_qt: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        """Log-probabilities and ids [Q, k] of at most batch_size hidden states [Q, D]; the mask is [Q, T] or [1, T]."""
         queries = len(hidden_qd)
-        hidden_bd = np.pad(hidden_qd, ((0, self._enough(self.batch_size, queries) - queries), (0, 0)))
+        missing = self._enough(self.batch_size, queries) - queries
+        hidden_bd = np.pad(hidden_qd, ((0, missing), (0, 0)))
         rows = self._model.rules.spec("batch", None)
+        whole = PartitionSpec(None, None)
+        if len(mask_qt) > 1:
+            mask_qt = np.pad(mask_qt, ((0, missing), (0, 0)), mode="edge")
         with jax.set_mesh(self.mesh):
             hidden = jax.device_put(hidden_bd, NamedSharding(self.mesh, rows))
-            mask = jax.device_put(mask_t, NamedSharding(self.mesh, PartitionSpec(None)))
+            mask = jax.device_put(mask_qt, NamedSharding(self.mesh, rows if len(mask_qt) > 1 else whole))
             scores, ids = _top_tools(hidden, self._tools_td, self._bias_t, mask, k, rows)
         return np.asarray(scores)[:queries], np.asarray(ids)[:queries]
 
@@ -270,7 +320,7 @@ def _top_tools(
     hidden_bd: jax.Array,
     tools_td: jax.Array,
     bias_t: jax.Array | None,
-    mask_t: jax.Array,
+    mask_bt: jax.Array,
     k: int,
     rows: PartitionSpec,
 ) -> tuple[jax.Array, jax.Array]:
@@ -279,6 +329,6 @@ def _top_tools(
         logits_bt += bias_t
     # -inf enters where and the softmax of rows with at least one allowed tool only; float32 keeps ties rare, and top_k
     # breaks those that remain by the lower id.
-    log_probs_bt = jax.nn.log_softmax(jnp.where(mask_t, logits_bt, -jnp.inf), axis=-1)
+    log_probs_bt = jax.nn.log_softmax(jnp.where(mask_bt, logits_bt, -jnp.inf), axis=-1)
     scores_bk, ids_bk = jax.lax.top_k(log_probs_bt, k)
     return reshard(scores_bk, PartitionSpec(None, None)), reshard(ids_bk, PartitionSpec(None, None))

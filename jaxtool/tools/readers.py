@@ -12,13 +12,35 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxtool.tools.catalog import HEADER_KEY, OnDuplicate, ToolCatalog, catalog_from_records
-from jaxtool.tools.json_records import Problems, counted, json_kind, read_records
+from jaxtool.tools.json_records import Problems, counted, json_kind, read_records, read_text
 from jaxtool.tools.schema import toolbench_schema
 from jaxtool.tools.tool import CatalogError, Tool
 
 CatalogFormat = Literal["auto", "openai", "toolbench", "jaxtool"]
 
 _SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+
+def read_tool_names(path: str | Path) -> tuple[str, ...]:
+    """The names of the tools of a file: a catalogue in JSON, as `read_catalog`, or text with a name a line.
+
+    Raises:
+        FileNotFoundError: no such file.
+        CatalogError: as `read_catalog`; of a text file no UTF-8, no name, or repeated names, with their lines.
+    """
+    path = Path(path)
+    if path.is_dir() or path.name.endswith(_SUFFIXES):
+        return tuple(tool.name for tool in read_catalog(path))
+    problems = Problems()
+    lines = read_text(path, problems).replace("\r\n", "\n").split("\n")
+    first: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if line.strip() and first.setdefault(line, number) != number:
+            problems.add(f"{path}:{number}", f"the name {line!r} stands in line {first[line]} already")
+    problems.raise_if_any(CatalogError, f"{path} can't be used as names of tools")
+    if not first:
+        raise CatalogError(f"{path}: no name in it; expected a name a line, or a catalogue in a file ending in .json")
+    return tuple(first)
 
 
 def read_catalog(path: str | Path, format: CatalogFormat = "auto", on_duplicate: OnDuplicate = "error") -> ToolCatalog:

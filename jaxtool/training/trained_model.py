@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class TrainedModel:
         eos_token_ids: every id that ends a text, ascending.
         tools: names of the tools, in the order of their rows; none for a model without.
         version: what tells its weights from others of the same source: the checkpoint's step, or None.
+        settings: of the training, as `RunDirectory.settings`; empty for models that come from elsewhere.
     """
 
     model: LanguageModel
@@ -34,6 +35,7 @@ class TrainedModel:
     eos_token_ids: tuple[int, ...]
     tools: tuple[str, ...]
     version: int | None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def tool_id(self, name: str) -> int:
         """The id of a tool's token.
@@ -91,4 +93,5 @@ def load_trained(
         eos_token_ids=eos_token_ids(run.path / "tokenizer", tokenizer),
         tools=tuple(tool.name for tool in run.catalog()),
         version=step,
+        settings=run.settings(),
     )

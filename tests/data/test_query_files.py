@@ -17,20 +17,23 @@ from jaxtool.data import (
     Query,
     QuerySetError,
     check_readable,
-    read_queries,
+    read_query_lines,
 )
 
 TEXTS = ["book a flight", "what's new?\u2028same query"]
 
 
-def texts(path: Path) -> list[str]:
-    return [query.text for query in read_queries(path)]
+def values(path: Path) -> list[tuple[int, Any]]:
+    """Number and value of each line."""
+    lines = read_query_lines(path)
+    assert [line.row for line in lines] == list(range(len(lines)))
+    return [(line.line, json.loads(line.text)) for line in lines]
 
 
 def test_text_file(tmp_path: Path) -> None:
     file = tmp_path / "queries.txt"
-    file.write_bytes("\ufeffbook a flight\r\nwhat's new?\u2028same query\n".encode())
-    assert read_queries(file) == [Query(text=text, where=f"{file}:{i}") for i, text in enumerate(TEXTS, start=1)]
+    file.write_bytes("\ufeffbook a flight\r\n\nwhat's new?\u2028same query\n".encode())
+    assert values(file) == list(zip([1, 3], TEXTS, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -44,68 +47,56 @@ def test_text_file(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["q.json", "q.jsonl", "q.jsonl.gz"])
 def test_json_files(tmp_path: Path, name: str, content: str, lines: list[int]) -> None:
+    if content.startswith("["):
+        name = "q.json"
     file = tmp_path / name
     file.write_bytes(gzip.compress(content.encode()) if name.endswith(".gz") else content.encode())
-    expected = [Query(text=text, where=f"{file}:{line}") for text, line in zip(TEXTS, lines, strict=True)]
-    assert read_queries(file) == expected
+    found = [
+        (line, value if isinstance(value, str) else value.get("query", value.get("text")))
+        for line, value in values(file)
+    ]
+    assert found == list(zip(lines, TEXTS, strict=True))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip), min_size=1))
 def test_json_round_trip(tmp_path: Path, written: list[str]) -> None:
-    (tmp_path / "queries.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in written))
+    (tmp_path / "queries.jsonl").write_text("".join(json.dumps(text) + "\n" for text in written))
     (tmp_path / "queries.json").write_text(json.dumps(written))
-    assert texts(tmp_path / "queries.jsonl") == texts(tmp_path / "queries.json") == written
+    for name in ("queries.jsonl", "queries.json"):
+        assert [value for _, value in values(tmp_path / name)] == written
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("q.txt", b"", "no query in it; expected a text file with a query a line, or a file in .json"),
-        ("q.json", b"[]", "no query in it; expected"),
-        ("q.txt", b"one\n\ntwo\n", r"q\.txt:2: the line is empty, expected a query"),
+        ("q.txt", b"", "no line in it"),
+        ("q.json", b"[]", "no query in it; expected a text file with a query a line"),
         ("q.txt", b"one\n \xff\n", r"q\.txt:2: expected UTF-8 text, found byte 0xff"),
         ("q.txt", b'["one", "two"]\n', r"q\.txt:1: begins like JSON, but a file without the ending \.json or"),
-        ("q.txt", b'\n[\n  {\n "query": "one"}]', r"q\.txt:1: begins like JSON"),
         ("q", b'{"query": "one"}\n{"query": "two"}\n', r"q:1: begins like JSON"),
-        ("q.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"q\.jsonl:2: field text: expected text, found a number"),
-        ("q.json", b'[{"query": "a"},\n{"query": null}]', r"q\.json:2: field query: expected text, found null"),
-        ("q.jsonl", b'{"text": "a"}\n["b"]\n', r"q\.jsonl:2: expected a text, or an object .*, found a list"),
-        ("q.json", b'{"queries": ["a"]}', r"q\.json:1: expected an object with a field query or text, found queries"),
-        ("q.json", b'["a", {}]', r"q\.json:1: expected an object with a field query or text, found no field"),
-        ("q.jsonl", b'{"text": "a", "query": "b"}', r"q\.jsonl:1: .*, found both"),
-        ("q.jsonl", b'{"text": "a", "text": "b"}', r"q\.jsonl:1: key 'text' appears more than once"),
-        ("q.jsonl", b'{"text": "a"}\n{"text": "b"\n', r"q\.jsonl:2: not valid JSON"),
-        ("q.jsonl", b"book a flight\n", r"q\.jsonl:1: not valid JSON"),
-        ("q.jsonl", b'{"text": " "}\n', r"q\.jsonl:1: the query is empty"),
-        ("q.jsonl", b'{"text": "\\ud800"}\n', r"q\.jsonl:1: .*lone surrogate"),
-        ("q.jsonl", b"[" * 100_000, r"q\.jsonl:1: JSON nested too deeply"),
+        ("q.json", b'{"text": "a", "text": "b"}', r"q\.json:1: key 'text' appears more than once"),
+        ("q.json", b'["a"', r'q\.json:1: expected "," or "]" in the JSON array'),
+        ("q.jsonl.gz", b"\x1f\x8bno", r"damaged or cut gzip file"),
     ],
 )
 def test_errors(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(QuerySetError, match=said):
-        read_queries(tmp_path / name)
+    with pytest.raises(ValueError, match=said):
+        read_query_lines(tmp_path / name)
 
 
 def test_text_that_only_begins_with_a_bracket_is_text(tmp_path: Path) -> None:
     file = tmp_path / "q.txt"
     file.write_text("[urgent] find me a flight\n{city} weather\n")
-    assert texts(file) == ["[urgent] find me a flight", "{city} weather"]
-
-
-def test_all_problems_are_counted(tmp_path: Path) -> None:
-    file = tmp_path / "q.txt"
-    file.write_text("a\n" + "\n" * 30 + "b\n")
-    with pytest.raises(QuerySetError, match=r"30 problems(.|\n)*and 10 more"):
-        read_queries(file)
+    assert [value for _, value in values(file)] == ["[urgent] find me a flight", "{city} weather"]
 
 
 def test_absent_files_and_folders_are_told_apart(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file of queries"):
-        read_queries(tmp_path / "absent.txt")
-    with pytest.raises(QuerySetError, match=r": is a folder; expected a text file"):
-        read_queries(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"absent\.txt: no such file"):
+        read_query_lines(tmp_path / "absent.txt")
+    with pytest.raises(ValueError, match=r": is a folder, expected a file"):
+        read_query_lines(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -60,9 +60,13 @@ runpy.run_path(script, run_name="__main__")
 HEADER = "query-id\tcorpus-id\tscore\n"
 
 
-def run_all(world: Path, *commands: tuple[str, list[str]]) -> list[tuple[int, str, str]]:
-    """Status, stdout and stderr of each command; an exception that a script lets out fails the test."""
-    given = [(str(ROOT / name), ["--config", str(world / "run.yaml"), *options]) for name, options in commands]
+def run_all(world: Path | None, *commands: tuple[str, list[str]]) -> list[tuple[int, str, str]]:
+    """Status, stdout and stderr of each command, with the world's config if there is one.
+
+    An exception that a script lets out fails the test.
+    """
+    config = [] if world is None else ["--config", str(world / "run.yaml")]
+    given = [(str(ROOT / name), [*config, *options]) for name, options in commands]
     done = subprocess.run(
         [sys.executable, "-c", DRIVER],
         input=json.dumps(given),
@@ -113,20 +117,14 @@ def test_hostile_text_is_shown_as_text(world: Path, tmp_path: Path) -> None:
     untested = tmp_path / "untested"
     shutil.copytree(folder, untested)
     (untested / "qrels/test.tsv").write_text(HEADER)
-    queries = tmp_path / "queries.txt"
-    queries.write_text("x\n")
     run = ["--run_dir", str(tmp_path / "run"), "--data.source", str(folder), "--memorization.epochs", "0"]
     run += ["--retrieval.epochs", "1"]
-    trained, shown, unscored, nowhere, other = run_all(
+    trained, shown, unscored, other = run_all(
         world,
         ("train/finetune.py", run),
-        ("infer/retrieve.py", [*run, "--evaluation.k", "1000000000"]),
-        ("infer/retrieve.py", [*run, "--data.source", str(untested)]),
-        ("infer/retrieve.py", [*run, "--queries", str(queries), "--output", str(tmp_path / "no/where.jsonl")]),
-        (
-            "infer/retrieve.py",
-            [*run, "--data.system_prompt", "Hi", "--queries", str(queries), "--output", str(tmp_path / "out.jsonl")],
-        ),
+        ("infer/evaluate.py", [*run, "--evaluation.k", "1000000000"]),
+        ("infer/evaluate.py", [*run, "--data.source", str(untested)]),
+        ("infer/evaluate.py", [*run, "--data.system_prompt", "Hi"]),
     )
     assert trained[0] == 0, trained[2]
     assert shown[0] == 0, shown[2]
@@ -135,7 +133,6 @@ def test_hostile_text_is_shown_as_text(world: Path, tmp_path: Path) -> None:
     page = (tmp_path / "run/report/report.html").read_text()
     assert "<script" not in page and "&lt;script&gt;" in page
     assert unscored[0] == 1 and "no test queries to score" in unscored[2]
-    assert nowhere[0] == 1 and "where.jsonl: there is no folder" in nowhere[2]
     assert other[0] == 0 and "data.system_prompt is 'Hi', but the model was trained with None" in other[2]
 
 
@@ -182,8 +179,8 @@ def test_broken_training_is_stopped_by_name(world: Path, tmp_path: Path) -> None
         world,
         ("train/finetune.py", overflow),
         ("train/finetune.py", short),
-        ("infer/retrieve.py", short),
-        ("infer/retrieve.py", [*short, "--evaluation.k", "1000000"]),
+        ("infer/evaluate.py", short),
+        ("infer/evaluate.py", [*short, "--evaluation.k", "1000000"]),
     )
     assert stopped[0] == 1
     assert stopped[2] == (
@@ -212,9 +209,9 @@ def test_broken_training_is_stopped_by_name(world: Path, tmp_path: Path) -> None
     ("name", "where", "said"),
     [
         ("train/finetune.py", "jax", "interrupted\n"),
-        ("infer/retrieve.py", "jax", "interrupted\n"),
+        ("infer/evaluate.py", "jax", "interrupted\n"),
         ("train/finetune.py", "RunDirectory", "interrupted; the same command resumes from the last checkpoint\n"),
-        ("infer/retrieve.py", "RunDirectory", "interrupted\n"),
+        ("infer/evaluate.py", "RunDirectory", "interrupted\n"),
     ],
 )
 def test_an_interrupt_is_one_line(world: Path, tmp_path: Path, name: str, where: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""`infer/generate.py` and `infer/activations.py` as users run them: kills, processes, wrong rows and folders."""
+"""The scripts over files of prompts as users run them: kills, processes, wrong rows and folders."""
 
 from __future__ import annotations
 
@@ -231,3 +231,29 @@ def test_activations_of_prompts(world: Path, prompts: Path, tmp_path: Path) -> N
         np.testing.assert_allclose(states, expected, atol=2e-5 * np.abs(expected).max())
         seen += 1
     assert seen == ROWS - 5  # settings for generation don't matter: rows 7 and 10 have states
+
+
+def test_tools_by_name_for_queries(world: Path, prompts: Path, tmp_path: Path) -> None:
+    """The same prompts; names from a text file; a killed run ends with the same bytes."""
+    names = ["get_weather", "get", "rent_boat"]
+    (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
+    options = ("--tools", str(tmp_path / "names.txt"), "--keep", "4", "--no_tool", "no tool", "--part_rows", "16")
+    output = tmp_path / "out"
+    arguments = command("infer/retrieve.py", world / "model", prompts, output, *options)
+    killed = run(["-c", KILLER, "2", *arguments])
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    done = run(arguments)
+    assert done.returncode == 0, done.stderr
+    assert "24 rows in" in done.stdout and "16 were there already" in done.stdout
+    whole = run(command("infer/retrieve.py", world / "model", prompts, tmp_path / "whole", *options))
+    assert whole.returncode == 0, whole.stderr
+    assert files(output) == files(tmp_path / "whole")
+    records = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    assert sum("error" in record for record in records) == 5
+    for record in records:
+        if "error" not in record:
+            ranked = record["ranked"]
+            assert {(tool["tool"], tool["id"]) for tool in ranked} == {*zip(names, range(3), strict=True), (None, None)}
+            assert [tool["score"] for tool in ranked] == sorted((tool["score"] for tool in ranked), reverse=True)
+    lost = run(command("infer/retrieve.py", world / "model", prompts, tmp_path / "lost"))
+    assert lost.returncode == 1 and "the model has no tool tokens; --tools names a file of tools" in lost.stderr

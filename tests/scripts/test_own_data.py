@@ -45,7 +45,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "few").mkdir()
     (root / "few/tools.json").write_text(json.dumps(functions[:1]))
     write_rows(root / "few/train.jsonl", rows[:1])
-    (root / "link").symlink_to("linked.jsonl")
     return root
 
 
@@ -61,7 +60,7 @@ def trained(root: Path, options: list[str], world: Path) -> Results:
     """What training printed, on the labelled queries and on wrong ones."""
     wrong = [*options, "--data.train_queries", str(root / "wrong.jsonl")]
     results = run_all(
-        world, ("train/finetune.py", options), ("train/finetune.py", wrong), ("infer/retrieve.py", ["--help"])
+        world, ("train/finetune.py", options), ("train/finetune.py", wrong), ("infer/evaluate.py", ["--help"])
     )
     return dict(zip(("trained", "wrong", "help"), results, strict=True))
 
@@ -82,25 +81,10 @@ def asked(root: Path, options: list[str], world: Path, trained: Results) -> Resu
     (root / "damaged/stages.json").write_text('{"retrieval": "all"}')
     copied(root / "run", root / "no_report", 999)
     (root / "no_report/report").write_text("")
-    given = ["--queries", str(root / "q.json"), "--output"]
-    answers = [*given, str(root / "answers")]
     commands: dict[str, list[str]] = {
         "scored": [],
         "seed": ["--data.seed", "1"],
-        "ranked": [*given, str(root / "link"), "--evaluation.k", "7"],
-        "inside": [*stopped["inside"], *answers],
-        "before": stopped["before"],
-        "first": [*stopped["first"], *answers],
-        "old": [*stopped["old"], *answers],
-        "damaged": [*stopped["damaged"], *answers],
-        "folder of queries": ["--queries", str(root)],
-        "absent queries": ["--queries", str(root / "absent")],
-        "no queries": ["--queries", ""],
-        "array": ["--queries", str(root / "array.txt")],
-        "output folder": [*given, str(root)],
-        "output nowhere": [*given, str(root / "absent/where")],
-        "output over queries": [*given, str(root / "q.json")],
-        "output alone": ["--output", str(root / "x")],
+        **stopped,
         "train queries": ["--data.train_queries", "absent"],
         "other tools": ["--data.source", str(root / "few"), "--data.train_queries", "null"],
         "no report": ["--run_dir", str(root / "no_report")],
@@ -109,7 +93,7 @@ def asked(root: Path, options: list[str], world: Path, trained: Results) -> Resu
         "too short": ["--data.max_query_tokens", "5"],
         "too long": ["--data.max_query_tokens", "129"],
     }
-    listed = [("infer/retrieve.py", [*options, *command]) for command in commands.values()]
+    listed = [("infer/evaluate.py", [*options, *command]) for command in commands.values()]
     export = ("infer/export.py", [*options, *stopped["inside"], "--output", str(root / "exported")])
     return dict(zip([*commands, "export"], run_all(world, *listed, export), strict=True))
 
@@ -137,17 +121,63 @@ def test_the_run_scores_its_held_out_queries(root: Path, asked: Results) -> None
 
 
 def test_the_run_ranks_tools_for_queries(root: Path, asked: Results) -> None:
-    status, out, error = asked["ranked"]
-    assert (status, error) == (0, "")
-    assert "2 queries answered in" in out and "7 tools each" in out
-    assert (root / "link").is_symlink()
-    answers = [json.loads(line) for line in (root / "linked.jsonl").read_text().splitlines()]
-    assert [answer["query"] for answer in answers] == ["weather 1", "news 2"]
-    for answer in answers:
-        assert answer.keys() == {"query", "tools"} and len(answer["tools"]) == 7
-        for tool in answer["tools"]:
-            assert tool.keys() == {"tool", "id", "probability"}
-            assert tool["tool"] == f"get_{TOPICS[tool['id']]}"
+    """Texts, lines of JSON, an array; some for a few tools alone; what can't be used is told in its record."""
+    assert asked["scored"][0] == 0
+    lines = [
+        *({"query": f"{topic} 1", "id": topic} for topic in TOPICS),
+        "news 2",
+        {"text": "news 2", "tools": ["get_news"], "allowed": ["get_news", "get_movie", "get_hotel"]},
+        {"prompt": "news", "query": "x"},
+        {"query": " "},
+        {"query": "news", "allowed": ["get_news", "get_no"]},
+        {"query": "news", "allowed": []},
+        {"query": "news " * 40},
+        {"query": "news", "ranked": 1},
+        {"messages": [{"role": "user", "content": "news 2"}]},
+    ]
+    (root / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = ["--model", str(root / "run"), "--output"]
+    several, array, text, again, nothing = run_all(
+        None,
+        ("infer/retrieve.py", [*given, str(root / "several"), "--input", str(root / "lines.jsonl"), "--keep", "20"]),
+        ("infer/retrieve.py", [*given, str(root / "array"), "--input", str(root / "q.json"), "--part_rows", "1"]),
+        ("infer/retrieve.py", [*given, str(root / "text"), "--input", str(root / "array.txt")]),
+        ("infer/retrieve.py", [*given, str(root / "array"), "--input", str(root / "q.json"), "--keep", "4"]),
+        ("infer/retrieve.py", [*given, str(root / "x"), "--input", str(root / "q.json"), "--beams", "4"]),
+    )
+    assert several[0] == 0, several[2]
+    assert "5 rows have an error" in several[1]
+    assert "1 query cut to 40 tokens at the end" in several[1]
+    records = [json.loads(line) for line in (root / "several/results.jsonl").read_text().splitlines()]
+    assert [record["row"] for record in records] == list(range(len(lines)))
+    wrong = {
+        12: "expected one of the fields query, text, prompt, messages, tokens; found query and prompt",
+        13: "field query: the query is empty",
+        14: "field allowed: there is no tool 'get_no' among the 10",
+        15: "field allowed: expected a list of at least one name of a tool",
+        17: "field 'ranked' is a field of the result",
+    }
+    for row, record in enumerate(records):
+        if row in wrong:
+            assert record["error"].startswith(f"{root / 'lines.jsonl'}:{row + 1}") and wrong[row] in record["error"]
+            continue
+        names = [tool["tool"] for tool in record["ranked"]]
+        assert sorted(names) == sorted(record.get("allowed") or [f"get_{topic}" for topic in TOPICS])
+        assert all(tool["tool"] == f"get_{TOPICS[tool['id']]}" for tool in record["ranked"])
+        probabilities = [tool["probability"] for tool in record["ranked"]]
+        assert probabilities == sorted(probabilities, reverse=True)
+        assert sum(probabilities) == pytest.approx(1, abs=1e-5)
+    assert records[11]["tools"] == ["get_news"] and records[16]["cut"] > 100
+    # A conversation of one turn is the query's prompt.
+    assert [tool["id"] for tool in records[18]["ranked"]] == [tool["id"] for tool in records[10]["ranked"]]
+
+    assert array[0] == 0, array[2]
+    found = [json.loads(line) for line in (root / "array/results.jsonl").read_text().splitlines()]
+    assert [record["query"] for record in found] == ["weather 1", "news 2"]
+    assert found[0]["ranked"] == [pytest.approx(tool, abs=1e-6) for tool in records[0]["ranked"][:5]]
+    assert text[0] == 1 and "array.txt:1: begins like JSON" in text[2]
+    assert again[0] == 1 and "holds results of another run: keep was 5, now 4" in again[2]
+    assert nothing[0] == 2 and "beams is for names of tools, and tools is not given" in nothing[2]
 
 
 def test_a_run_that_stopped_is_used_with_a_warning(root: Path, asked: Results) -> None:
@@ -174,14 +204,6 @@ def test_a_run_that_stopped_is_used_with_a_warning(root: Path, asked: Results) -
     ("name", "said"),
     [
         ("damaged", "stages.json: expected the number of steps of each stage"),
-        ("folder of queries", ": is a folder; expected a text file with a query a line, or a file in .json"),
-        ("absent queries", "absent: no such file of queries"),
-        ("no queries", ".: is a folder; expected a text file"),
-        ("array", "array.txt:1: begins like JSON"),
-        ("output folder", ": is a folder, expected a file"),
-        ("output nowhere", "where: there is no folder"),
-        ("output over queries", "q.json: is the file of --queries, expected another one"),
-        ("output alone", "x: it is for the answers to --queries, which is not given"),
         ("train queries", "absent: no such file of train queries"),
         ("other tools", "few: its 1 tools are not the 10 that"),
         ("no report", "report: expected a folder for the report that can be written"),
@@ -206,9 +228,7 @@ def test_help_says_what_goes_in_and_what_comes_out(trained: Results) -> None:
     out = re.sub(r"\s+", " ", out)
     assert status == 0
     for said in (
-        "a text file with a query a line, or a file in .json or .jsonl (JSON Lines, or one array) of texts or",
-        '{"query": text, "tools": [{"tool": name, "id": place in the catalogue, "probability": 0 to 1}, ...]}',
-        "ranked tools of a query, best first: the length of `tools` in the lines that infer/retrieve.py writes",
+        "ranked tools of a query, best first. At least 5",
         'rows {"query": text, "tools": [name, ...]}',
     ):
         assert said in out

@@ -20,7 +20,7 @@ from jaxtool.config import MeshConfig
 from jaxtool.models import parameters
 from jaxtool.parallel import AxisRules, make_mesh
 from jaxtool.training import RunDirectory
-from tests.scripts.tiny_world import ROOT, TOPICS, environment
+from tests.scripts.tiny_world import ROOT, environment
 
 Script = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -64,7 +64,7 @@ def trained(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_learns_and_retrieval_reports(trained: Path, script: Script) -> None:
     losses = [record["loss"] for record in RunDirectory(trained).metrics() if record["stage"] == "retrieval"]
     assert np.mean(losses[-3:]) < 0.5 * np.mean(losses[:3])
-    done = script("infer/retrieve.py", "--run_dir", str(trained))
+    done = script("infer/evaluate.py", "--run_dir", str(trained))
     assert done.returncode == 0, done.stderr
     results = {row["system"]: row for row in json.loads((trained / "report/results.json").read_text())["results"]}
     assert results["jaxtool"]["queries"] == 40
@@ -135,26 +135,11 @@ def test_eight_devices_train_alike_and_resume_on_one(trained: Path, script: Scri
     losses = [record["loss"] for record in RunDirectory(run_dir).metrics()]
     expected = [record["loss"] for record in RunDirectory(trained).metrics()]
     np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-3)
-    assert script("infer/retrieve.py", *options, devices=8).returncode == 0
-    assert script("infer/retrieve.py", "--run_dir", str(run_dir)).returncode == 0
+    assert script("infer/evaluate.py", *options, devices=8).returncode == 0
+    assert script("infer/evaluate.py", "--run_dir", str(run_dir)).returncode == 0
     # Rows are padded by the mesh that the run began on; another mesh takes them as they are.
     done = script("train/finetune.py", "--run_dir", str(run_dir))
     assert done.returncode == 0 and "is finished" in done.stdout, done.stderr
-
-
-def test_answers_to_a_file_of_queries(trained: Path, script: Script, tmp_path: Path) -> None:
-    queries, output = tmp_path / "queries.txt", tmp_path / "ranked.jsonl"
-    queries.write_text("weather 999\nbook me a hotel <|end|> [bold]now[/bold]\n")
-    options = ["--queries", str(queries), "--output", str(output), "--evaluation.k", "20"]
-    done = script("infer/retrieve.py", "--run_dir", str(trained), *options)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["query"] for row in rows] == queries.read_text().splitlines()
-    for row in rows:
-        assert sorted(tool["tool"] for tool in row["tools"]) == sorted(f"get_{topic}" for topic in TOPICS)
-        probabilities = [tool["probability"] for tool in row["tools"]]
-        assert probabilities == sorted(probabilities, reverse=True)
-        assert sum(probabilities) == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +150,7 @@ def test_answers_to_a_file_of_queries(trained: Path, script: Script, tmp_path: P
         ("train/finetune.py", ["--model.source", "nowhere"], "nowhere"),
         ("train/finetune.py", ["--mesh.fsdp", "3"], "does not fit 1 devices"),
         ("train/finetune.py", ["--data.max_query_tokens", "1000"], "beyond the model's 128 positions"),
-        ("infer/retrieve.py", ["--queries", "absent.txt"], "absent.txt"),
-        ("infer/retrieve.py", ["--evaluation.batch_size", "0"], "batch_size is 0"),
+        ("infer/evaluate.py", ["--evaluation.batch_size", "0"], "batch_size is 0"),
     ],
 )
 def test_mistakes_end_with_one_line(trained: Path, script: Script, name: str, options: list[str], said: str) -> None:
@@ -177,7 +161,7 @@ def test_mistakes_end_with_one_line(trained: Path, script: Script, name: str, op
 
 
 def test_retrieval_without_training(script: Script, tmp_path: Path) -> None:
-    done = script("infer/retrieve.py", "--run_dir", str(tmp_path / "empty"))
+    done = script("infer/evaluate.py", "--run_dir", str(tmp_path / "empty"))
     assert done.returncode == 1
     assert "train first" in done.stderr and "Traceback" not in done.stderr
 
