@@ -59,19 +59,26 @@ class DecodeModel:
         Returns:
             Final normed hidden states [B, S, D], of any value behind a row's count, and the cache.
         """
-        hidden_bsd, cache, _ = self.extend_captured(tokens_bs, count_b, cache, None)
+        hidden_bsd, cache, _, _ = self.extend_captured(tokens_bs, count_b, cache, None)
         return hidden_bsd, cache
 
     def extend_captured(
         self, tokens_bs: jax.Array, count_b: jax.Array, cache: KVCache, capture: Capture | None
-    ) -> tuple[jax.Array, KVCache, tuple[jax.Array, ...]]:
-        """As `extend`, and what is captured of each block of what is read, [B, D] each ([B, S, D] of all tokens)."""
+    ) -> tuple[jax.Array, KVCache, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """As `extend`, and what is captured of each block of what is read, [B, D] each ([B, S, D] of all tokens).
+
+        Behind that, where generated tokens are captured, the first tokens that are read [B, D]: a row that reads a
+        response begins with the token that it generated last.
+        """
         blocks = capture.chosen(self.config.num_hidden_layers) if capture else ()
         captured: list[jax.Array] = []
+        first: list[jax.Array] = []
 
         def tap(block: int, x_bsd: jax.Array) -> None:
             if capture is not None and block in blocks:
                 captured.append(capture.reduced(x_bsd, count_b))
+                if capture.generated:
+                    first.append(x_bsd[:, 0].astype(capture.dtype))
 
         place_s = jnp.arange(tokens_bs.shape[1], dtype=jnp.int32)
         position_bs = cache.length_b[:, None] + place_s
@@ -102,7 +109,7 @@ class DecodeModel:
         hidden_bsd = self.outside.final_norm(x_bsd)
         tap(len(self.layers), hidden_bsd)
         cache = KVCache(keys_bkht=tuple(keys), values_bkth=tuple(values), length_b=cache.length_b + count_b)
-        return hidden_bsd, cache, tuple(captured)
+        return hidden_bsd, cache, tuple(captured), tuple(first)
 
     def last_logits(self, hidden_bsd: jax.Array, count_b: jax.Array) -> jax.Array:
         """float32 logits [B, V] behind the last of `count_b` tokens of each row (at least 1)."""

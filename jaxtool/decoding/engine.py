@@ -333,8 +333,6 @@ class _Run:
             if active_b[row]:
                 stopped.append(row)
             found.append((row, request, tokens, at))
-        if stopped:
-            self.state = stop(self.model, self.state, np.isin(np.arange(self.rows), stopped))
         if not found:
             return
         rest = {
@@ -344,6 +342,8 @@ class _Run:
                 np.asarray(state.captured_bnld) if self.engine.capture and self.engine.capture.generated else None
             ),
         }
+        if stopped:  # takes the state over
+            self.state = stop(self.model, state, np.isin(np.arange(self.rows), stopped))
         for row, request, tokens, at in found:
             yield self._completion(row, request, tokens, at, rest)
             self.of_row[row] = -1
@@ -386,14 +386,23 @@ class _Run:
         return str(self.engine.tokenizer.decode(known, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _stop_string(self, request: Request, tokens: list[int]) -> tuple[int, str, str] | None:
-        """The tokens up to the end of the first stop string, the text in front of it, and the string."""
-        text = self._text(tokens)
-        places = [(place, string) for string in request.stop if (place := text.find(string)) >= 0]
-        if not places:
+        """The fewest tokens whose text holds a stop string, the text in front of it, and the string.
+
+        Whichever is complete first, so that it doesn't matter when a text is looked at.
+        """
+        whole = self._text(tokens)
+        complete = []
+        for string in request.stop:
+            if string not in whole:
+                continue
+            low, high = 1, len(tokens)
+            while low < high:
+                middle = (low + high) // 2
+                low, high = (low, middle) if string in self._text(tokens[:middle]) else (middle + 1, high)
+            text = self._text(tokens[:low])
+            if string in text:  # not so where the text changed with a later token, as half a character does
+                complete.append((low, text.find(string), text, string))
+        if not complete:
             return None
-        place, string = min(places)
-        low, high = 1, len(tokens)
-        while low < high:  # the fewest tokens whose text holds it
-            middle = (low + high) // 2
-            low, high = (low, middle) if string in self._text(tokens[:middle]) else (middle + 1, high)
-        return low, text[:place], string
+        count, place, text, string = min(complete)
+        return count, text[:place], string

@@ -64,7 +64,7 @@ def read(
     if row_p is not None:
         row_p = by_row(rules, row_p)
         own = jax.tree.map(lambda x: take_rows(rules, x, row_p), own)
-    hidden_psd, cache, captured = model.extend_captured(tokens_ps, count_p, own, capture)
+    hidden_psd, cache, captured, first = model.extend_captured(tokens_ps, count_p, own, capture)
     logits_pv = model.last_logits(hidden_psd, jnp.maximum(count_p, 1)) if last else None
 
     seen_pv = captured_pld = None
@@ -74,6 +74,7 @@ def read(
     if capture is not None:
         old = state.captured_bld if row_p is None else take_rows(rules, state.captured_bld, row_p)
         captured_pld = capture.merged(old, own.length_b, stacked(captured, rules), count_p)
+    first_bld = stacked(first, rules) if first else None
 
     which_b, logits_bv = count_p > 0, logits_pv
     if row_p is not None:
@@ -83,12 +84,17 @@ def read(
             seen_pv = put_rows(rules, state.seen_bv, row_p, seen_pv)
         if captured_pld is not None:
             captured_pld = put_rows(rules, state.captured_bld, row_p, captured_pld)
+        if first_bld is not None:
+            first_bld = put_rows(rules, jnp.zeros_like(state.captured_bld), row_p, first_bld)
         if logits_pv is not None:
             blank_bv = jnp.broadcast_to(jnp.zeros_like(state.count_b)[:, None], (everyone, logits_pv.shape[1]))
             logits_bv = put_rows(rules, blank_bv.astype(logits_pv.dtype), row_p, logits_pv)
+    if first_bld is not None:  # what a row has generated last is the first that it reads
+        state = _kept(state, state.unread_b & which_b, first_bld)
     state = replace(
         state,
         cache=cache,
+        unread_b=state.unread_b & ~which_b,
         seen_bv=state.seen_bv if seen_pv is None else seen_pv,
         captured_bld=state.captured_bld if captured_pld is None else captured_pld,
     )
@@ -128,12 +134,10 @@ def decode(
         place_b = jnp.maximum(state.count_b - 1, 0)
         newest_b = jax.vmap(lambda row, at: row.at[at].get())(state.tokens_bn, place_b)
         count_b = active_b.astype(jnp.int32)
-        hidden_bsd, cache, captured = model.extend_captured(newest_b[:, None], count_b, state.cache, capture)
+        hidden_bsd, cache, _, first = model.extend_captured(newest_b[:, None], count_b, state.cache, capture)
         state = replace(state, cache=cache)
-        if capture is not None and capture.generated:
-            at_b = jnp.where(active_b, place_b, state.tokens_bn.shape[1])
-            put = jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))
-            state = replace(state, captured_bnld=put(state.captured_bnld, at_b, stacked(captured, model.rules)))
+        if first:
+            state = _kept(state, active_b, stacked(first, model.rules))
         logits_bv = model.last_logits(hidden_bsd, jnp.ones_like(count_b))
         return step + 1, _chosen(
             model.rules, state, logits_bv, active_b, sampling, limit_b, stop_ids, constraint, draws=draws
@@ -198,9 +202,17 @@ def _chosen(
         tokens_bn=put(state.tokens_bn, at_b, token_b),
         log_probs_bn=log_probs_bn,
         count_b=count_b,
+        unread_b=state.unread_b | which_b,
         active_b=jnp.where(which_b, ~ended_b, state.active_b),
         seen_bv=seen_bv,
     )
+
+
+def _kept(state: Rows, which_b: jax.Array, states_bld: jax.Array) -> Rows:
+    """With the states of the last generated token of the rows `which_b`."""
+    at_b = jnp.where(which_b, state.count_b - 1, state.tokens_bn.shape[1])
+    put = jax.vmap(lambda row, at, value: row.at[at].set(value, mode="drop"))
+    return replace(state, captured_bnld=put(state.captured_bnld, at_b, states_bld))
 
 
 def _marked(seen_bv: jax.Array, tokens_bs: jax.Array, real_bs: jax.Array) -> jax.Array:

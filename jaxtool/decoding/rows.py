@@ -31,6 +31,7 @@ class Rows:
         log_probs_bn: float32, their log-probabilities under the model, before temperature, filters, penalty and
             constraint; [B, 0] if they weren't asked for.
         count_b: int32, how many there are.
+        unread_b: bool, whether the last of them has not been read yet.
         active_b: bool, whether the row goes on when decoded.
         seen_bv: bool, the tokens that each row holds; [B, 0] if no row has a repetition penalty.
         node_b: int32, where the row is in the trie of tools, `FREE` (0) while it writes free text.
@@ -43,6 +44,7 @@ class Rows:
     tokens_bn: jax.Array
     log_probs_bn: jax.Array
     count_b: jax.Array
+    unread_b: jax.Array
     active_b: jax.Array
     seen_bv: jax.Array
     node_b: jax.Array
@@ -103,6 +105,7 @@ def _empty(
         tokens_bn=filled(-1, "int32", most),
         log_probs_bn=filled(0, "float32", most if log_probs else 0),
         count_b=filled(0, "int32"),
+        unread_b=filled(0, "bool"),
         active_b=filled(0, "bool"),
         seen_bv=filled(0, "bool", config.rows if penalty else 0),
         node_b=filled(FREE, "int32"),
@@ -121,6 +124,7 @@ def forget(model: DecodeModel, state: Rows, which_b: jax.Array) -> Rows:
         cache=replace(state.cache, length_b=state.cache.length_b * kept_b),
         tokens_bn=jnp.where(kept_b[:, None], state.tokens_bn, -1),
         count_b=state.count_b * kept_b,
+        unread_b=state.unread_b & kept_b,
         active_b=state.active_b & kept_b,
         seen_bv=state.seen_bv & kept_b[:, None],
         node_b=jnp.where(kept_b, state.node_b, FREE),

@@ -117,12 +117,23 @@ def test_stop_strings(model: Any) -> None:
         string = text[4 : 4 + length]
         place = text.find(string)
         wanted = dataclasses.replace(plain, stop=("never", string, "\u0100" * 50))
-        found = run(Engine(model, Letters(), rows=2), [wanted, plain, wanted])
+        found = run(Engine(model, Letters(), rows=2, log_probs=True), [wanted, plain, wanted])
         assert [each.text for each in found] == [text[:place], text, text[:place]]
+        assert all(len(each.log_probs or ()) == len(each.tokens) for each in found)
         assert found[0].stop == string and found[0].finish == "stop"
         known = [token for token in found[0].tokens if token < CONFIG.vocab_size]  # tools have no text
         assert Letters().decode(known) == text[: place + length]
         assert found[0].tokens == found[1].tokens[: len(found[0].tokens)]
+
+
+def test_the_stop_string_that_is_complete_first_ends_the_text(model: Any) -> None:
+    """Not the one that begins first: what ends a text must not depend on when it is looked at."""
+    plain = Request(tokens=[5, 6, 7], limit=40)
+    text = run(Engine(model, Letters(), rows=2), [plain])[0].text
+    long, short = text[2:12], text[6:8]
+    assert text.find(short) > text.find(long)
+    (found,) = run(Engine(model, Letters(), rows=2), [dataclasses.replace(plain, stop=(long, short))])
+    assert (found.stop, found.text) == (short, text[: text.find(short)])
 
 
 def test_what_cannot_be_answered() -> None:

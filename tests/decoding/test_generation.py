@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jaxtool.config import MeshConfig
-from jaxtool.decoding import Rows, RowSampling, Sampling, decode, decode_model, forget, padded, read
+from jaxtool.decoding import Capture, Rows, RowSampling, Sampling, decode, decode_model, forget, padded, read
 from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.models import LanguageModelConfig, lora_config
 from jaxtool.parallel import make_mesh
+from tests.decoding.states import states_alone
 from tests.tiny_models import CONFIGS, log_probs, random_model
 
 LIMIT, SLOTS = 12, 40
@@ -164,6 +165,28 @@ def test_rows_pause_are_read_into_and_are_replaced(llama: Any) -> None:
     assert tokens[1] == [*first[1], *continued(llama, [*prompts[1], *first[1], *response], LIMIT - 4)[0]]
     assert tokens[2] == continued(llama, prompt, LIMIT)[0]
     assert tokens[3] == continued(llama, prompts[3], 6)[0]
+
+
+def test_states_of_a_token_that_is_read_with_a_response(llama: Any) -> None:
+    """The last token in front of a response is read with it, in one or two parts; so is its state."""
+    model, capture = decode_model(llama), Capture(blocks=(1, -1), generated=True)
+    prompts, response = [[5, 6, 7], [8, 9]], [11, 12, 13, 14]
+    settings = RowSampling.of([GREEDY] * 2, range(2))
+    given: dict[str, Any] = {"draws": False, "capture": capture}
+    state = Rows.empty(model, rows=2, slots=SLOTS, most=LIMIT, capture=capture)
+    state = read(model, state, *padded(prompts), settings, np.array([4, 9]), NO_STOP, **given)
+    state = decode(model, state, settings, np.array([4, 9]), NO_STOP, 6, **given)
+    last = int(state.tokens_bn[0, 3])
+    limits = np.array([7, 9])
+    state = read(model, state, *padded([[last, *response[:1]], []], 4), settings, limits, NO_STOP, last=False, **given)
+    state = read(model, state, *padded([response[1:], []], 4), settings, limits, NO_STOP, **given)
+    state = decode(model, state, settings, limits, NO_STOP, 20, **given)
+    tokens = np.asarray(state.tokens_bn)
+    first, second = tokens[0, :7].tolist(), tokens[1, :9].tolist()
+    texts = [[*prompts[0], *first[:4], *response, *first[4:]], [*prompts[1], *second]]
+    for row, places in enumerate(([3, 4, 5, 6, 11, 12], range(2, 10))):  # the last token of each row is never read
+        expected = states_alone(model, texts[row])[list(places)][:, [1, 2]]
+        np.testing.assert_allclose(np.asarray(state.captured_bnld)[row, : len(expected)], expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1), (1, 4, 2)])
