@@ -9,6 +9,7 @@ import numpy as np
 from jaxtool.decoding.buckets import LONGEST_READ, SHORTEST_READ, from_the_end, power
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.decode_model import DecodeModel
+from jaxtool.decoding.engine import check_prompt
 from jaxtool.decoding.generation import padded, read
 from jaxtool.decoding.rows import Rows, shares
 from jaxtool.decoding.sampling import RowSampling, Sampling
@@ -32,7 +33,15 @@ def prompt_states(
         rows: prompts that are read together at most; on a mesh a multiple of the devices that share a batch.
         read_tokens: tokens that are read at once: as many prompts as fit.
         progress: is told how many tokens were read, and 0.
+
+    Raises:
+        ValueError: a prompt that the model can't read, or a capture that it doesn't have.
     """
+    for number, prompt in enumerate(prompts):
+        try:
+            check_prompt(model.config, prompt)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from None
     parts = shares(model.rules)
     queue = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     while queue:

@@ -117,12 +117,16 @@ def rank_tools(
         head: `TrieHead.build(model, trie, search.normalize)`, made once for many calls; None: made here.
 
     Raises:
-        ValueError: `head` is for another normaliser, or `allowed_bt` isn't bool [B, T].
+        ValueError: `head` is for another normaliser or trie, or `allowed_bt` isn't bool [B, T].
     """
     if head is None:
         head = TrieHead.build(model, trie, search.normalize)
     elif head.normalize != search.normalize:
         raise ValueError(f"head is made for normalize {head.normalize!r}, the search has {search.normalize!r}")
+    elif head.slices and head.slices[0].place_a.shape != trie.alphabet.shape:
+        raise ValueError("head is made for another trie, with other tokens")
+    if allowed_bt is not None and allowed_bt.shape[0] != len(hidden_bd):
+        raise ValueError(f"allowed_bt has {allowed_bt.shape[0]} rows, expected {len(hidden_bd)}")
     return _rank_tools(model, trie, cache, hidden_bd, allowed_bt, head, search=search)
 
 

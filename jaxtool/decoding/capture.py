@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtool.parallel import AxisRules, reshard
 
 TOKENS = ("last", "mean", "all")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,11 @@ class Capture:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))  # hashable, from a list too
         if self.tokens not in TOKENS:
             raise ValueError(f"tokens is {self.tokens!r}, expected one of {', '.join(TOKENS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
 
     def chosen(self, num_layers: int) -> tuple[int, ...]:
         """The blocks of a model with so many layers, as numbers from 0 to L.

@@ -88,7 +88,7 @@ class Engine:
         capture: what is captured of prompts and generated tokens.
 
     Raises:
-        ValueError: `rows` can't be shared by the devices of the mesh.
+        ValueError: `rows` can't be shared by the devices of the mesh, or `read_tokens` is below 1.
     """
 
     def __init__(
@@ -104,6 +104,8 @@ class Engine:
         self.shares = shares(model.rules)
         if rows < 1 or rows % self.shares:
             raise ValueError(f"rows is {rows}, expected a multiple of the {self.shares} devices that share a batch")
+        if read_tokens < 1:
+            raise ValueError(f"read_tokens is {read_tokens}, expected at least 1")
         self.model, self.tokenizer = model, tokenizer
         self.rows, self.read_tokens = rows, read_tokens
         self.log_probs, self.capture = log_probs, capture
@@ -114,9 +116,15 @@ class Engine:
         Raises:
             ValueError: says what is wrong with it.
         """
-        if request.limit < 1:
+        if not isinstance(request.limit, int) or request.limit < 1:
             raise ValueError(f"the limit is {request.limit} tokens, expected at least 1")
         check_prompt(self.model.config, request.tokens, request.limit)
+        if not 0 <= request.number < 2**31:
+            raise ValueError(f"the number is {request.number}, expected 0 to 2^31 - 1")
+        if isinstance(request.stop, str) or not all(isinstance(text, str) and text for text in request.stop):
+            raise ValueError(f"stop is {request.stop!r}, expected several texts, none of them empty")
+        if not all(-(2**31) <= token < 2**31 for token in request.stop_ids):
+            raise ValueError(f"stop_ids are {request.stop_ids}, expected token ids")
         if request.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer")
 
@@ -147,12 +155,12 @@ def check_prompt(config: LanguageModelConfig, tokens: Sequence[int], limit: int 
     Raises:
         ValueError: says why it can't.
     """
-    if not tokens:
+    if not len(tokens):
         raise ValueError("the prompt has no tokens, expected at least one")
     known = config.vocab_size + config.num_tools
-    outside = next((token for token in tokens if not 0 <= token < known), None)
-    if outside is not None:
-        raise ValueError(f"the prompt has the token {outside}, expected 0 to {known - 1}")
+    outside = [token for token in tokens if not (isinstance(token, int | np.integer) and 0 <= token < known)]
+    if outside:
+        raise ValueError(f"the prompt has the token {outside[0]!r}, expected a whole number from 0 to {known - 1}")
     longest = config.max_position_embeddings
     if len(tokens) + limit > longest:
         more = f", with {limit:,} to generate" if limit else ","

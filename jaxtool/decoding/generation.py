@@ -156,6 +156,8 @@ def _settings(
     if stop_ids.ndim == 2:
         stop_ids = by_row(model.rules, stop_ids)
     if constraint is not None and constraint.allowed_bt is not None:
+        if len(constraint.allowed_bt) != rows:
+            raise ValueError(f"allowed_bt has {len(constraint.allowed_bt)} rows, expected {rows}")
         constraint = replace(constraint, allowed_bt=by_row(model.rules, constraint.allowed_bt))
     return sampling, limit_b, stop_ids, constraint
 

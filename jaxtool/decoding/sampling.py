@@ -49,11 +49,18 @@ class Sampling:
         return cls(**{**found, "seed": (found["seed"] + sample * _SEED_STEP) % 2**32})
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            value, whole = getattr(self, each.name), each.name in ("top_k", "seed")
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+                raise ValueError(f"{each.name} is {value!r}, expected a {'whole ' if whole else ''}number")
+
         def check(name: str, fine: bool, expected: str) -> None:
             if not fine:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {expected}")
 
-        check("temperature", 0 <= self.temperature < _LARGEST, "0 or a positive number below 1e30")
+        # Logits divided by less than the smallest would be infinite.
+        hot = 1 / _LARGEST < self.temperature < _LARGEST
+        check("temperature", self.temperature == 0 or hot, "0 or a number from 1e-30 to 1e30")
         check("top_k", 0 <= self.top_k < 2**31, "0 or a positive number below 2^31")
         check("top_p", 0 < self.top_p <= 1, "a share above 0, up to 1")
         check("min_p", 0 <= self.min_p <= 1, "a share from 0 to 1")

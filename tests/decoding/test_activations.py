@@ -64,6 +64,11 @@ def test_blocks() -> None:
             Capture(blocks=blocks).chosen(2)
     with pytest.raises(ValueError, match="expected one of last, mean, all"):
         Capture(tokens="first")
+    with pytest.raises(ValueError, match="dtype is 'int32', expected one of float32"):
+        Capture(dtype="int32")
     made = decode_model(random_model(CONFIGS["llama"]))
+    for prompt in ([], [100], [-1]):
+        with pytest.raises(ValueError, match="prompt 1: the prompt has"):
+            list(prompt_states(made, [[1], prompt], Capture(blocks=[1])))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected tokens 'last' or 'mean'"):
         Rows.empty(made, rows=1, slots=1, most=1, capture=Capture(tokens="all"))

@@ -286,5 +286,10 @@ def test_wrong_arguments(model: Any) -> None:
     head = TrieHead.build(decode_model(model), trie, "slice")
     with pytest.raises(ValueError, match="head is made for normalize 'slice', the search has 'allowed'"):
         ranked(model, trie, PROMPTS, BeamSearch(beams=2, keep=2, normalize="allowed"), head=head)
+    other = ToolTrie.build([(1,), (2, 3)], end_token=None, vocab_rows=VOCAB)
+    with pytest.raises(ValueError, match="head is made for another trie"):
+        ranked(model, other, PROMPTS, BeamSearch(beams=2, keep=2, normalize="slice"), head=head)
+    with pytest.raises(ValueError, match="allowed_bt has 1 rows, expected 3"):
+        ranked(model, trie, PROMPTS, BeamSearch(beams=2, keep=2), np.ones((1, 2), bool))
     with pytest.raises(ValueError, match=r"allowed has shape \(3, 3\) and type bool; expected bool \[B, 2\]"):
         ranked(model, trie, PROMPTS, BeamSearch(beams=2, keep=2), np.ones((3, 3), bool))

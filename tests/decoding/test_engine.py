@@ -141,15 +141,23 @@ def test_what_cannot_be_answered() -> None:
     for request, message in (
         (Request(tokens=[], limit=1), "request 1: the prompt has no tokens"),
         (Request(tokens=[1], limit=0), "the limit is 0 tokens"),
-        (Request(tokens=[109], limit=1), "the token 109, expected 0 to 108"),
+        (Request(tokens=[109], limit=1), "the token 109, expected a whole number from 0 to 108"),
         (Request(tokens=[-1], limit=1), "the token -1"),
         (Request(tokens=[1], limit=CONFIG.max_position_embeddings), "positions"),
         (Request(tokens=[1], limit=1, stop=("a",)), "stop strings need a tokenizer"),
+        (Request(tokens=[1.5], limit=1), "the token 1.5, expected a whole number"),  # type: ignore[list-item]
+        (Request(tokens=[1], limit=1.5), "the limit is 1.5 tokens"),  # type: ignore[arg-type]
+        (Request(tokens=[1], limit=1, number=2**31), "the number is 2147483648"),
+        (Request(tokens=[1], limit=1, stop="ab"), "stop is 'ab', expected several texts"),  # type: ignore[arg-type]
+        (Request(tokens=[1], limit=1, stop=("",)), "none of them empty"),
+        (Request(tokens=[1], limit=1, stop_ids=(2**40,)), "expected token ids"),
     ):
         with pytest.raises(ValueError, match=message):
             list(engine.run([Request(tokens=[1], limit=1), request]))
     with pytest.raises(ValueError, match="expected a multiple"):
         Engine(engine.model, rows=0)
+    with pytest.raises(ValueError, match="read_tokens is 0"):
+        Engine(engine.model, read_tokens=0)
     assert list(engine.run([])) == []
 
 

@@ -85,7 +85,11 @@ def test_repetition_penalty() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"temperature": -1}, "temperature is -1, expected 0 or a positive number"),
+        ({"temperature": -1}, "temperature is -1, expected 0 or a number from 1e-30 to 1e30"),
+        ({"temperature": 1e-38}, "temperature is 1e-38"),
+        ({"temperature": "1"}, "temperature is '1', expected a number"),
+        ({"top_k": 2.5}, "top_k is 2.5, expected a whole number"),
+        ({"seed": True}, "seed is True, expected a whole number"),
         ({"temperature": 1e39}, "temperature is 1e"),
         ({"top_k": 2**40}, "top_k is 1099511627776, expected 0 or a positive number below 2"),
         ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
