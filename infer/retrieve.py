@@ -14,6 +14,8 @@ killed, with the same bytes as one that wasn't.
 """
 
 import functools
+import hashlib
+import json
 import os
 import signal
 import time
@@ -68,6 +70,7 @@ def main() -> None:
             beams=config.beams,
             keep=config.keep,
             normalize=config.normalize,
+            score_end=config.score_end,
             length_exponent=config.length_exponent,
             # At few rows passes take the time, at many positions.
             chunk=config.chunk or (4 if config.rows * config.beams <= 64 else 1),
@@ -95,11 +98,38 @@ def main() -> None:
         raise ValueError(f"{config.model}: the model has no tool tokens; --tools names a file of tools, by their names")
     tools = tools or trained.tools
     place = {name: number for number, name in enumerate(tools)}
+    if trained.tokenizer.eos_token_id is None:
+        raise ValueError(f"{config.model}: the tokenizer has no EOS token, which ends turns and names")
+    by_name = None
+    if search is not None:
+        try:
+            by_name = NameRetriever(
+                trained.model,
+                trained.tokenizer,
+                tools,
+                mesh,
+                end_token=trained.tokenizer.eos_token_id,
+                search=search,
+                no_tool=config.no_tool or None,
+                batch_size=config.rows,
+                read_tokens=config.read_tokens,
+                donate=True,
+            )
+        except ValueError as error:
+            raise ValueError(f"{config.tools}: {error}") from error
+    name_tokens = by_name.longest if by_name else 0  # positions that must be left behind a prompt
+    room = model_config.max_position_embeddings - name_tokens
+    if config.max_query_tokens > room:
+        behind = f", of which names take up to {name_tokens}" if name_tokens else ""
+        raise ValueError(
+            f"max_query_tokens is {config.max_query_tokens}, the model has {model_config.max_position_embeddings} "
+            f"positions{behind}; expected at most {room}"
+        )
     data = trained.settings.get("data", {})
     system_prompt = data.get("system_prompt") if config.system_prompt is None else config.system_prompt
     if system_prompt != data.get("system_prompt", system_prompt):
         say(f"system_prompt is {system_prompt!r}, but {data['system_prompt']!r} in training: it may rank worse")
-    longest = min(config.max_query_tokens or data.get("max_query_tokens", 256), model_config.max_position_embeddings)
+    longest = min(config.max_query_tokens or data.get("max_query_tokens", 256), room)
     try:
         prompts = ChatPrompts(trained.tokenizer, system_prompt=system_prompt, max_length=longest)
     except ValueError as error:
@@ -113,25 +143,7 @@ def main() -> None:
         result=FIELDS,
         queries=prompts,
     )
-    retriever: ToolRetriever | NameRetriever
-    if search is None:
-        retriever = ToolRetriever(trained.model, prompts, mesh, batch_size=config.rows, donate=True)
-    else:
-        try:
-            retriever = NameRetriever(
-                trained.model,
-                trained.tokenizer,
-                tools,
-                mesh,
-                end_token=prompts.end_id,
-                search=search,
-                no_tool=config.no_tool or None,
-                batch_size=config.rows,
-                read_tokens=config.read_tokens,
-                donate=True,
-            )
-        except ValueError as error:
-            raise ValueError(f"{config.tools}: {error}") from error
+    retriever = by_name or ToolRetriever(trained.model, prompts, mesh, batch_size=config.rows, donate=True)
     score, kept = ("probability", min(config.keep, len(tools))) if search is None else ("score", config.keep)
     job = OfflineJob(
         config.output,
@@ -140,7 +152,9 @@ def main() -> None:
             "model": config.model,
             "version": trained.version,
             "config": config_to_json(model_config),
-            "tools": [len(tools), config.tools],
+            # The names themselves: in a file of the same path others may stand when the run is resumed.
+            "tools": [len(tools), "by name" if config.tools else "by token"],
+            "tools_sha256": hashlib.sha256(json.dumps(list(tools)).encode()).hexdigest(),
             "keep": config.keep,
             "search": None if search is None else [str(search), config.no_tool],
             "prompt": [system_prompt, longest],
@@ -163,14 +177,14 @@ def main() -> None:
     with OfflineProgress(job, console) as progress:
         for part in job.own_parts():
             records: list[dict[str, Any]] = []
-            answered, ids, masks = [], [], []
+            answered, ids, masks, texts = [], [], [], []
             for line in part.lines:
                 record: dict[str, Any] = {"row": line.row}
                 where = f"{config.input}:{line.line}"
                 try:
                     row = encoder.encode(line, config.input)
                     record |= row.fields
-                    check_prompt(model_config, row.tokens)
+                    check_prompt(model_config, row.tokens, name_tokens)
                     mask_t = None
                     if "allowed" in row.fields:
                         mask_t = allowed_tools(row.fields["allowed"], place, where)
@@ -179,11 +193,12 @@ def main() -> None:
                 else:
                     if row.cut:
                         record["cut"] = row.cut
-                    lost.update(prompts.without_token(row.fields[name] for name in QUERIES if name in row.fields))
                     answered.append(record)
                     ids.append(row.tokens)
                     masks.append(mask_t)
+                    texts += [row.fields[name] for name in QUERIES if name in row.fields]
                 records.append(record)
+            lost.update(prompts.without_token(texts))
             allowed_qt = None
             if any(mask_t is not None for mask_t in masks):
                 allowed_qt = np.stack([np.ones(len(tools), bool) if mask_t is None else mask_t for mask_t in masks])

@@ -117,23 +117,31 @@ class RetrieveConfig(OfflineConfig):
     """Tools for a file of queries; see `OfflineConfig`.
 
     Attributes:
+        input: queries: text with one a line, or JSON (.jsonl; .json for an array) with a text, or an object with a
+            field query or text, or a prompt as for generation, in each; `.gz` may follow.
+        read_tokens: tokens of prompts that are read at once, of the search for names; tool tokens take rows times the
+            longest prompt.
         keep: ranked tools of a query, best first.
         tools: a file of tools (JSON, as for training, or a name a line), whose names are searched for token by token;
             empty: the model's own tool tokens are ranked.
         beams: of the search for names; at least keep.
         normalize: scores of names are relative to all that the model can predict ("full"), to the tokens that occur in
             names at that place ("slice") or to those that may come next ("allowed").
-        length_exponent: scores of names are divided by this power of their tokens, the end counted; 0 leaves them.
+        score_end: whether the probability that a name ends counts in its score.
+        length_exponent: scores of names are divided by this power of their tokens, the end counted if it is scored; 0
+            leaves them.
         chunk: forced tokens of names that are read at once (0: 4 up to 64 beams of all rows together, else 1).
         no_tool: a name for none of the tools, ranked among them ("": there is none).
         system_prompt: of queries; null: that of the model's training, or what the chat template puts.
-        max_query_tokens: of a query's prompt, longer ones are cut at their end; 0: those of the training, or 256.
+        max_query_tokens: of a query's prompt, longer ones are cut at their end; 0: those of the training, or 256, or
+            what the model's positions leave.
     """
 
     keep: int = 5
     tools: str = ""
     beams: int = 10
     normalize: str = "full"
+    score_end: bool = True
     length_exponent: float = 0.0
     chunk: int = 0
     no_tool: str = ""
@@ -149,6 +157,7 @@ class RetrieveConfig(OfflineConfig):
         if self.tools and self.keep > self.beams:
             raise ValueError(f"keep is {self.keep}, more than beams {self.beams}; expected at most as many")
         if not self.tools:
-            for name in ("beams", "normalize", "length_exponent", "chunk", "no_tool"):
+            names = ("read_tokens", "beams", "normalize", "score_end", "length_exponent", "chunk", "no_tool")
+            for name in names:
                 if getattr(self, name) != getattr(RetrieveConfig, name):
                     raise ValueError(f"{name} is for names of tools, and tools is not given")

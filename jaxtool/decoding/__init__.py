@@ -10,7 +10,7 @@ from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.kv_cache import KVCache
 from jaxtool.decoding.offline_job import OfflineJob, Part, write_arrays
 from jaxtool.decoding.offline_progress import OfflineProgress
-from jaxtool.decoding.rows import Rows, constrain, forget, keep_rows, resize, stop
+from jaxtool.decoding.rows import NO_TOOL, UNNAMED, Rows, constrain, forget, keep_rows, resize, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 from jaxtool.decoding.tool_subset import ToolSubset
 from jaxtool.decoding.tool_trie import DEAD_NODE, ROOT_NODE, ToolTrie
@@ -18,7 +18,9 @@ from jaxtool.decoding.trie_head import TrieHead
 
 __all__ = [
     "DEAD_NODE",
+    "NO_TOOL",
     "ROOT_NODE",
+    "UNNAMED",
     "BeamSearch",
     "Capture",
     "Completion",

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jaxtool.decoding.rows import FREE, Rows
+from jaxtool.decoding.rows import FREE, NO_TOOL, UNNAMED, Rows
 from jaxtool.decoding.sampling import RowSampling, choose
 from jaxtool.decoding.tool_subset import ToolSubset
 from jaxtool.decoding.tool_trie import ROOT_NODE, ToolTrie, take
@@ -29,7 +29,12 @@ class Constraint:
         allowed_bt: bool [B, T], the tools that each row may name (None: all). A row that may name none never leaves
             free text.
         first_tokens: whether the first token of a tool's id, written in free text, begins the naming of it.
-        stop_at_tool: whether a row ends when it has named a tool.
+        stop_at_tool: whether a row ends when it has named a tool, or that it needs none.
+        no_tool: the entry of the trie that stands for none of the tools; rows that name it have `NO_TOOL` (-2) as their
+            tool (None: there is none). `allowed_bt` says for it too which rows may name it.
+
+    Raises:
+        ValueError: when it is used, if the trie has no entry `no_tool`.
     """
 
     trie: ToolTrie
@@ -37,6 +42,7 @@ class Constraint:
     allowed_bt: jax.Array | None = None
     first_tokens: bool = field(default=False, metadata={"static": True})
     stop_at_tool: bool = field(default=True, metadata={"static": True})
+    no_tool: int | None = field(default=None, metadata={"static": True})
 
     def chosen(
         self,
@@ -59,10 +65,12 @@ class Constraint:
             draws: whether any row has a temperature.
 
         Returns:
-            Tokens, nodes and named tools (-1 if none was named by this token), int32 [B], and bool [B], whether the
-            token was constrained.
+            Tokens, nodes and named tools (`UNNAMED` if none was named by this token), int32 [B], and bool [B], whether
+            the token was constrained.
         """
         trie = self.trie
+        if self.no_tool is not None and not 0 <= self.no_tool < trie.num_tools:
+            raise ValueError(f"no_tool is {self.no_tool}, expected an entry of the trie, 0 to {trie.num_tools - 1}")
         subset = ToolSubset.of(trie, self.allowed_bt, rules)
         # A row whose root can't reach a tool, or that the caller put to a dead end, goes on in free text.
         column_bk, child_bk, valid_bk = trie.children(state.node_b, trie.max_children)
@@ -84,12 +92,15 @@ class Constraint:
         started_b = jnp.where(subset.count(started_b) > 0, started_b, FREE)
         node_b = jnp.where(inside_b, pick(child_bk, place_b), started_b)
         tool_b = take(trie.node_tool, node_b)
-        return token_b, jnp.where(tool_b >= 0, FREE, node_b), tool_b, inside_b
+        node_b = jnp.where(tool_b >= 0, FREE, node_b)
+        if self.no_tool is not None:
+            tool_b = jnp.where(tool_b == self.no_tool, NO_TOOL, tool_b)
+        return token_b, node_b, tool_b, inside_b
 
     def applied(self, state: Rows, which_b: jax.Array, node_b: jax.Array, tool_b: jax.Array) -> Rows:
         """The rows `which_b` at their new nodes, with the tools that they named."""
         return replace(
             state,
             node_b=jnp.where(which_b, node_b, state.node_b),
-            tool_b=jnp.where(which_b & (tool_b >= 0), tool_b, state.tool_b),
+            tool_b=jnp.where(which_b & (tool_b != UNNAMED), tool_b, state.tool_b),
         )

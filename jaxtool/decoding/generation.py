@@ -16,7 +16,7 @@ import numpy as np
 from jaxtool.decoding.capture import Capture, stacked
 from jaxtool.decoding.constraint import Constraint
 from jaxtool.decoding.decode_model import DecodeModel
-from jaxtool.decoding.rows import Rows, by_row, put_rows, take_rows
+from jaxtool.decoding.rows import UNNAMED, Rows, by_row, put_rows, take_rows
 from jaxtool.decoding.sampling import RowSampling, choose, penalised
 from jaxtool.parallel import AxisRules
 
@@ -185,7 +185,7 @@ def _chosen(
         # Within a tool's id a stop token is a token like others: END, as a rule.
         stopped_b = jnp.where(inside_b, False, stopped_b)
         if constraint.stop_at_tool:
-            stopped_b |= tool_b >= 0
+            stopped_b |= tool_b != UNNAMED
         state = constraint.applied(state, which_b, node_b, tool_b)
 
     at_b = jnp.where(which_b, state.count_b, state.tokens_bn.shape[1])  # behind the end: nothing is written

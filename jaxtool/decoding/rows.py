@@ -18,6 +18,8 @@ from jaxtool.parallel import AxisRules, active_mesh_axes, reshape, reshard
 
 Arrays = TypeVar("Arrays")
 FREE = 0  # the node of a row that writes free text; no row is ever at the trie's dead node
+UNNAMED = -1  # instead of a tool: the row has named none yet
+NO_TOOL = -2  # instead of a tool: the row has named the entry of the trie that stands for none (`Constraint.no_tool`)
 
 
 @jax.tree_util.register_dataclass
@@ -35,7 +37,8 @@ class Rows:
         active_b: bool, whether the row goes on when decoded.
         seen_bv: bool, the tokens that each row holds; [B, 0] if no row has a repetition penalty.
         node_b: int32, where the row is in the trie of tools, `FREE` (0) while it writes free text.
-        tool_b: int32, the tool that the row named last, -1 if none.
+        tool_b: int32, the tool that the row named last; -1 (`UNNAMED`) if none yet, -2 (`NO_TOOL`) if the outcome was
+            that it needs none.
         captured_bld: [B, L', D], what was captured of what the row has read; [B, 0, 0] without a capture.
         captured_bnld: [B, N, L', D], of each generated token that was read; [B, 0, 0, 0] if that wasn't asked for.
     """
@@ -109,7 +112,7 @@ def _empty(
         active_b=filled(0, "bool"),
         seen_bv=filled(0, "bool", config.rows if penalty else 0),
         node_b=filled(FREE, "int32"),
-        tool_b=filled(-1, "int32"),
+        tool_b=filled(UNNAMED, "int32"),
         captured_bld=filled(0, dtype, *kept),
         captured_bnld=filled(0, dtype, *generated),
     )
@@ -128,7 +131,7 @@ def forget(model: DecodeModel, state: Rows, which_b: jax.Array) -> Rows:
         active_b=state.active_b & kept_b,
         seen_bv=state.seen_bv & kept_b[:, None],
         node_b=jnp.where(kept_b, state.node_b, FREE),
-        tool_b=jnp.where(kept_b, state.tool_b, -1),
+        tool_b=jnp.where(kept_b, state.tool_b, UNNAMED),
     )
 
 

@@ -52,8 +52,12 @@ class NameRetriever:
         read_tokens: tokens of prompts that are read at once, at most; one prompt for each share of a batch always fits.
         donate: give up the memory of the model's layers, which must not be used again; without, they exist twice.
 
+    Attributes:
+        longest: tokens of the longest name, its end included: as many positions must be left behind a prompt.
+
     Raises:
-        ValueError: as `name_ids` and `ToolTrie.build`; or a batch that the mesh doesn't divide.
+        ValueError: as `name_ids` and `ToolTrie.build`; `no_tool` is the name of a tool; or a batch that the mesh
+            doesn't divide.
     """
 
     def __init__(
@@ -72,9 +76,14 @@ class NameRetriever:
     ) -> None:
         self.tools, self.no_tool = len(names), no_tool is not None
         self.search, self.mesh, self.batch_size, self.read_tokens = search, mesh, batch_size, read_tokens
+        if no_tool in names:
+            raise ValueError(
+                f"no_tool is {no_tool!r}, the name of tool {names.index(no_tool)}; expected a text that names none"
+            )
         all_names = [*names, no_tool] if no_tool is not None else list(names)
         text_rows = model.config.text_tokens or model.config.vocab_size
         trie = ToolTrie.build(name_ids(tokenizer, all_names), end_token=end_token, vocab_rows=text_rows)
+        self.longest: int = trie.max_depth
         with jax.set_mesh(mesh):
             self._parts = shares(model.rules)
             if batch_size < 1 or batch_size % self._parts:
@@ -97,7 +106,7 @@ class NameRetriever:
         """The k best tools behind each prompt; `log_probs_qk` are scores as the search defines them.
 
         Args:
-            prompts: token ids, none empty.
+            prompts: token ids, none empty, with room for the longest name among the model's positions.
             k: places to fill.
             allowed_qt: bool [Q, T] (None: all tools); "none of the tools" is always allowed.
             progress: called with the number of prompts of each finished search.

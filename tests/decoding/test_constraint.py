@@ -12,6 +12,8 @@ import pytest
 
 from jaxtool.config import MeshConfig
 from jaxtool.decoding import (
+    NO_TOOL,
+    UNNAMED,
     Constraint,
     Rows,
     RowSampling,
@@ -160,6 +162,18 @@ def test_each_row_has_its_own_tools(model: Any) -> None:
         allowed = np.flatnonzero(allowed_bt[row]).tolist()
         assert (tokens[row], tools[row]) == expected(model, prompt, inside=True, allowed=allowed)
     assert tools[-1] == -1 and len(tokens[-1]) == LIMIT
+
+
+def test_none_of_the_tools_is_an_outcome_of_its_own(model: Any) -> None:
+    """Not that of rows that have named nothing yet; tokens and the end of a row are those of any entry."""
+    made, prompts, inside = decode_model(model), prompts_of(ROWS), [True, False, True, True, False, True]
+    tokens, tools, nodes = generated(made, prompts, constraint_of([]), inside=inside)
+    none = tools[0]
+    found = generated(made, prompts, constraint_of([], no_tool=none), inside=inside)
+    assert found == (tokens, [NO_TOOL if tool == none else tool for tool in tools], nodes)
+    assert NO_TOOL in found[1] and UNNAMED in found[1] and max(found[1]) >= 0
+    with pytest.raises(ValueError, match="no_tool is 6, expected an entry of the trie, 0 to 5"):
+        generated(made, prompts, constraint_of([], no_tool=6), inside=inside)
 
 
 def test_drawn_names_are_names(model: Any) -> None:

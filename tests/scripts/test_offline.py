@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from tests.scripts.test_hostile_inputs import run_all
 from tests.scripts.tiny_world import ROOT, environment
 
 ROWS = 40
@@ -233,8 +234,9 @@ def test_activations_of_prompts(world: Path, prompts: Path, tmp_path: Path) -> N
     assert seen == ROWS - 5  # settings for generation don't matter: rows 7 and 10 have states
 
 
-def test_tools_by_name_for_queries(world: Path, prompts: Path, tmp_path: Path) -> None:
+def test_tools_by_name_for_queries(world: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompts; names from a text file; a killed run ends with the same bytes."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "programs"))  # the runs compile alike
     names = ["get_weather", "get", "rent_boat"]
     (tmp_path / "names.txt").write_text("\n".join(names) + "\n")
     options = ("--tools", str(tmp_path / "names.txt"), "--keep", "4", "--no_tool", "no tool", "--part_rows", "16")
@@ -255,5 +257,24 @@ def test_tools_by_name_for_queries(world: Path, prompts: Path, tmp_path: Path) -
             ranked = record["ranked"]
             assert {(tool["tool"], tool["id"]) for tool in ranked} == {*zip(names, range(3), strict=True), (None, None)}
             assert [tool["score"] for tool in ranked] == sorted((tool["score"] for tool in ranked), reverse=True)
-    lost = run(command("infer/retrieve.py", world / "model", prompts, tmp_path / "lost"))
-    assert lost.returncode == 1 and "the model has no tool tokens; --tools names a file of tools" in lost.stderr
+
+    # None of these is the model's fault, and none writes results or spoils others'.
+    before = files(output)
+    (tmp_path / "names.txt").write_text("\n".join([*names[:2], "rent_ship"]) + "\n")
+    refused = {
+        (): "the model has no tool tokens; --tools names a file of tools",
+        options: "holds results of another run: tools_sha256 was ",
+        (*options, "--no_tool", "get"): "names.txt: no_tool is 'get', the name of tool 1",
+        (*options, "--score_end", "false"): 'search was ["BeamSearch(beams=10, ',
+        (*options, "--max_query_tokens", "117"): "128 positions, of which names take up to 12; expected at most 116",
+    }
+    results = run_all(
+        None,
+        *(
+            ("infer/retrieve.py", command("infer/retrieve.py", world / "model", prompts, output, *given)[1:])
+            for given in refused
+        ),
+    )
+    for (status, _, error), message in zip(results, refused.values(), strict=True):
+        assert status == 1 and message in error, error
+    assert files(output) == before

@@ -137,13 +137,18 @@ def test_the_run_ranks_tools_for_queries(root: Path, asked: Results) -> None:
     ]
     (root / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     given = ["--model", str(root / "run"), "--output"]
-    several, array, text, again, nothing = run_all(
+    several, array, text, again, longer, nothing, unread = run_all(
         None,
         ("infer/retrieve.py", [*given, str(root / "several"), "--input", str(root / "lines.jsonl"), "--keep", "20"]),
         ("infer/retrieve.py", [*given, str(root / "array"), "--input", str(root / "q.json"), "--part_rows", "1"]),
         ("infer/retrieve.py", [*given, str(root / "text"), "--input", str(root / "array.txt")]),
         ("infer/retrieve.py", [*given, str(root / "array"), "--input", str(root / "q.json"), "--keep", "4"]),
+        (
+            "infer/retrieve.py",
+            [*given, str(root / "x"), "--input", str(root / "q.json"), "--max_query_tokens", "129"],
+        ),
         ("infer/retrieve.py", [*given, str(root / "x"), "--input", str(root / "q.json"), "--beams", "4"]),
+        ("infer/retrieve.py", [*given, str(root / "x"), "--input", str(root / "q.json"), "--read_tokens", "4"]),
     )
     assert several[0] == 0, several[2]
     assert "5 rows have an error" in several[1]
@@ -177,7 +182,23 @@ def test_the_run_ranks_tools_for_queries(root: Path, asked: Results) -> None:
     assert found[0]["ranked"] == [pytest.approx(tool, abs=1e-6) for tool in records[0]["ranked"][:5]]
     assert text[0] == 1 and "array.txt:1: begins like JSON" in text[2]
     assert again[0] == 1 and "holds results of another run: keep was 5, now 4" in again[2]
+    assert longer[0] == 1 and "max_query_tokens is 129, the model has 128 positions; expected at most 128" in longer[2]
     assert nothing[0] == 2 and "beams is for names of tools, and tools is not given" in nothing[2]
+    assert unread[0] == 2 and "read_tokens is for names of tools, and tools is not given" in unread[2]
+    assert not (root / "x").exists()
+
+    # As a run that was killed in its second part leaves the folder.
+    before = {path.name: path.read_bytes() for path in (root / "array").glob("[!.]*")}
+    assert len(before) == 4
+    (root / "array/results.jsonl").unlink()
+    (root / "array/part-00001-of-00002.jsonl").unlink()
+    (root / "array/.part-00001-of-00002.jsonl.partial").write_text('{"row": 1, "qu')
+    ((status, out, error),) = run_all(
+        None, ("infer/retrieve.py", [*given, str(root / "array"), "--input", str(root / "q.json"), "--part_rows", "1"])
+    )
+    assert status == 0, error
+    assert "1 rows in" in out and "1 were there already" in out
+    assert {path.name: path.read_bytes() for path in (root / "array").glob("[!.]*")} == before
 
 
 def test_a_run_that_stopped_is_used_with_a_warning(root: Path, asked: Results) -> None:

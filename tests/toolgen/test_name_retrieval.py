@@ -94,6 +94,8 @@ def test_what_cannot_be_ranked(tokenizer: Any) -> None:
             made.rank(PROMPTS, k)
     with pytest.raises(ValueError, match=r"allowed_qt is bool \(1, 6\), expected bool \(4, 6\)"):
         made.rank(PROMPTS, 1, allowed_qt=np.ones((1, 6), bool))
+    with pytest.raises(ValueError, match="no_tool is 'get', the name of tool 2; expected a text that names none"):
+        retriever(tokenizer, no_tool="get")
     with pytest.raises(ValueError, match="batch_size 0 is not a positive multiple"):
         retriever(tokenizer, batch_size=0)
     assert made.rank([], 3).tools_qk.shape == (0, 3)

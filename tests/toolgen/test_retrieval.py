@@ -93,6 +93,27 @@ def test_allowed_subsets(
     assert_equals(found, *brute_force(model, TEXTS[:9], 5, sorted(set(allowed))))
 
 
+def test_each_prompt_has_its_own_subset(model: Llama, retriever: ToolRetriever) -> None:
+    """Of prompts that share a prefill, in another order than that of the call; the last may have all tools."""
+    texts = TEXTS[:10]
+    ids = [prompts().prompt(text).ids for text in texts]
+    rng = np.random.default_rng(3)
+    allowed = rng.random((len(texts), TOOLS)) < 0.4
+    allowed[np.arange(len(texts)), rng.integers(TOOLS, size=len(texts))] = True
+    allowed[-1] = True
+    found = retriever.rank(ids, 5, allowed_qt=allowed)
+    each = [
+        brute_force(model, [text], 5, np.flatnonzero(some).tolist()) for text, some in zip(texts, allowed, strict=True)
+    ]
+    assert_equals(found, *(np.concatenate(parts) for parts in zip(*each, strict=True)))
+    allowed[4] = False
+    with pytest.raises(ValueError, match="prompt 4: no tool is allowed"):
+        retriever.rank(ids, 5, allowed_qt=allowed)
+    for wrong in (allowed[:3], allowed[:, :4], allowed.astype(int)):
+        with pytest.raises(ValueError, match=r"allowed_qt is .*, expected bool \(10, 11\)"):
+            retriever.rank(ids, 5, allowed_qt=wrong)
+
+
 def test_ties_break_by_id(on_mesh: Llama, retriever: ToolRetriever) -> None:
     """Tools with the same row in the head are equally probable, whatever the query."""
     head = np.array(on_mesh.head_vd[...])
@@ -210,6 +231,10 @@ def test_eight_devices_equal_one(retriever: ToolRetriever, sizes: tuple[int, int
     for allowed in (None, [1, 4, 5]):
         expected = retriever.retrieve(TEXTS, 5, allowed=allowed)
         assert_equals(sharded.retrieve(TEXTS, 5, allowed=allowed), expected.tools_qk, expected.log_probs_qk)
+    ids = [prompts().prompt(text).ids for text in TEXTS]
+    mask_qt = np.arange(TOOLS) % (2 + np.arange(len(TEXTS))[:, None] % 3) == 0
+    expected = retriever.rank(ids, 5, allowed_qt=mask_qt)
+    assert_equals(sharded.rank(ids, 5, allowed_qt=mask_qt), expected.tools_qk, expected.log_probs_qk)
 
 
 def test_tied_models(retriever: ToolRetriever) -> None:
