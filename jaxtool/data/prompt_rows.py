@@ -222,7 +222,7 @@ class PromptEncoder:
                 fits = isinstance(given, list) and all(isinstance(each, str) for each in given)
                 found[name] = tuple(given) if fits else None
             elif isinstance(default, float):
-                fits = type(given) in (int, float)
+                fits = type(given) is float or (type(given) is int and abs(given) < 2**64)  # others may have no float
                 found[name] = float(given) if fits else None
             else:
                 fits = type(given) is type(default)
@@ -230,6 +230,6 @@ class PromptEncoder:
             if not fits:
                 wanted = {tuple: "a text or a list of texts", bool: "true or false", int: "a whole number"}
                 expected = wanted.get(type(default), "a number")
-                shown = repr(given) if type(given) in (int, float, str) else json_kind(given)
+                shown = repr(given)[:60] if type(given) in (int, float, str) else json_kind(given)
                 raise ValueError(f"{where}, field sampling.{name}: expected {expected}, found {shown}")
         return found

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from jaxtool.config import SamplingConfig
-from jaxtool.data import PromptEncoder, PromptLine, read_prompt_lines
+from jaxtool.data import ChatPrompts, PromptEncoder, PromptLine, read_prompt_lines
 from tests.scripts.tiny_world import write_model
 
 
@@ -72,6 +72,7 @@ WRONG = {
     '{"messages": [{"role": "assistant", "content": "a"}]}': "the last turn is the model's own",
     '{"prompt": "a", "sampling": [1]}': "field sampling: expected an object, found a list",
     '{"prompt": "a", "sampling": {"top_k": 1.5}}': "field sampling.top_k: expected a whole number, found 1.5",
+    '{"prompt": "a", "sampling": {"temperature": 1' + "0" * 400 + "}}": "field sampling.temperature: expected a number",
     '{"prompt": "a", "sampling": {"stop": [1]}}': "field sampling.stop: expected a text or a list of texts",
     '{"prompt": "a", "sampling": {"stop_at_eos": 1}}': "field sampling.stop_at_eos: expected true or false, found 1",
 }
@@ -83,6 +84,38 @@ def test_wrong_lines(encoder: PromptEncoder, text: str) -> None:
         encoded(encoder, text)
     assert str(error.value).startswith("p.jsonl:7")
     assert WRONG[text] in str(error.value)
+
+
+def test_queries(encoder: PromptEncoder) -> None:
+    """As texts, in either field, or as prompts; each is the user's turn of the template."""
+    queries = ChatPrompts(encoder.tokenizer, max_length=40)
+    made = PromptEncoder(encoder.tokenizer, vocabulary=258, end_ids=[1], result=("ranked",), queries=queries)
+    expected = queries.prompt("ab").ids
+    for value in (
+        '"ab"',
+        {"query": "ab"},
+        {"text": "ab", "sampling": 1},
+        {"messages": [{"role": "user", "content": "ab"}]},
+    ):
+        row = encoded(made, value)
+        assert (row.tokens, row.cut) == (expected, 0)
+    assert encoded(made, {"text": "ab", "sampling": 1}).fields == {"text": "ab", "sampling": 1}
+    long = encoded(made, {"query": "a" * 100, "tools": ["x"]})
+    assert len(long.tokens) == 40 and long.cut == 100 - (40 - len(expected) + 2) and long.fields["tools"] == ["x"]
+    for value, message in (
+        (
+            {"query": "a", "text": "b"},
+            "expected one of the fields query, text, prompt, messages, tokens; found query and",
+        ),
+        ({"query": 1}, "field query: expected text, found a number"),
+        ({"text": " "}, "field text: the query is empty"),
+        ({"query": "a", "ranked": 1}, "field 'ranked' is a field of the result"),
+    ):
+        with pytest.raises(ValueError) as error:
+            encoded(made, value)
+        assert str(error.value).startswith("p.jsonl:7") and message in str(error.value)
+    with pytest.raises(ValueError, match="found 'query'"):
+        encoded(encoder, {"query": "ab"})
 
 
 def test_settings_have_bounds() -> None:
