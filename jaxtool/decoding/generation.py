@@ -48,7 +48,7 @@ def read(
         tokens_ps: int32 [P, S]; behind a row's count of any value.
         count_p: int32, 0 to S; the cache must have a slot for each.
         sampling: settings of all B rows.
-        limit_b: int32, tokens that a row generates at most, N at most.
+        limit_b: int32, tokens that a row generates at most, in all its turns; N where it is more.
         stop_ids: int32 [..] or [B, ..], tokens that end a row; they count as generated.
         draws: whether any row has a temperature.
         row_p: int32, different numbers of the rows that read; those that are none of a row (B, say) are for nobody.
@@ -195,7 +195,7 @@ def _chosen(
         chosen_b = jax.vmap(lambda row, at: row.at[at].get())(logits_bv, token_b)
         log_probs_bn = put(log_probs_bn, at_b, chosen_b - jax.nn.logsumexp(logits_bv, axis=-1))
     count_b = state.count_b + which_b
-    ended_b = stopped_b | (count_b >= limit_b)
+    ended_b = stopped_b | (count_b >= jnp.minimum(limit_b, state.tokens_bn.shape[1]))
     seen_bv = state.seen_bv
     if seen_bv.shape[1]:
         seen_bv = _marked(seen_bv, token_b[:, None], which_b[:, None])

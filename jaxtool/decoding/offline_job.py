@@ -97,10 +97,11 @@ class OfflineJob:
         """Writes down what the results belong to, or checks it."""
         path = self.folder / _JOB
         if not path.exists():
-            if self.folder.is_dir() and any(self.folder.glob("part-*")):
-                raise ValueError(
-                    f"{self.folder}: has parts but no {_JOB}, expected a folder of its own for the results"
-                )
+            for pattern in ("part-*", RESULTS):
+                if self.folder.is_dir() and any(self.folder.glob(pattern)):
+                    raise ValueError(
+                        f"{self.folder}: has {pattern} but no {_JOB}, expected a folder of its own for the results"
+                    )
             self.folder.mkdir(parents=True, exist_ok=True)
             text = json.dumps(self.settings, indent=1, ensure_ascii=False) + "\n"
             write_whole(path, text.encode(), suffix=f".{self.process}")
@@ -112,11 +113,9 @@ class OfflineJob:
         except ValueError as error:
             raise ValueError(f"{path}: damaged ({error}); expected the settings of the results beside it") from error
         now = json.loads(json.dumps(self.settings))
-        differing = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+        differing = list(_differing(before, now))
         if differing:
-            shown = "; ".join(
-                f"{name} was {_short(before.get(name))}, now {_short(now.get(name))}" for name in differing
-            )
+            shown = "; ".join(f"{name} was {_short(old)}, now {_short(new)}" for name, old, new in differing)
             raise ValueError(
                 f"{self.folder} holds results of another run: {shown}. Give another --output, or delete it"
             )
@@ -162,7 +161,7 @@ class OfflineJob:
         """All records in the order of the input in one file, `results.jsonl`; the parts stay.
 
         Raises:
-            ValueError: parts are missing; says how many.
+            ValueError: parts are missing or damaged; says how many, or which.
         """
         missing = sum(not part.path.exists() for part in self.parts)
         if missing:
@@ -173,10 +172,15 @@ class OfflineJob:
             for number, part in enumerate(self.parts):
                 file = part.path.open("rb")
                 files.append(file)
-                at = 0
-                for line, text in zip(part.lines, file, strict=True):
+                at = found = 0
+                for line, text in zip(part.lines, file, strict=False):
                     places[line.row] = (number, at, len(text))
-                    at += len(text)
+                    at, found = at + len(text), found + 1
+                if found < len(part.lines) or at < os.fstat(file.fileno()).st_size:
+                    raise ValueError(
+                        f"{part.path}: damaged, expected the records of {len(part.lines):,} rows, a line each; delete "
+                        "it, and the same command computes them again"
+                    )
             path = self.folder / RESULTS
             temporary = path.with_name(f".{path.name}.{self.process}.partial")
             with temporary.open("wb") as merged:
@@ -230,6 +234,16 @@ def _digest(lines: Sequence[PromptLine]) -> str:
         found.update(f"{line.line} {len(line.text)} ".encode())
         found.update(line.text.encode("utf-8", "surrogatepass"))
     return found.hexdigest()
+
+
+def _differing(before: Mapping[str, Any], now: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Names of fields, "sampling.seed", that aren't the same, with both values."""
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _differing(old, new, f"{outer}{name}.")
+        elif old != new:
+            yield f"{outer}{name}", old, new
 
 
 def _short(value: Any) -> str:

@@ -148,7 +148,14 @@ def constrain(model: DecodeModel, state: Rows, which_b: jax.Array) -> Rows:
 
 
 def resize(model: DecodeModel, state: Rows, *, slots: int) -> Rows:
-    """The same rows with room for another number of tokens, which must not be below what they hold."""
+    """The same rows with room for another number of tokens.
+
+    Raises:
+        ValueError: a row holds more.
+    """
+    held = int(np.asarray(state.cache.length_b).max())
+    if slots < held:
+        raise ValueError(f"slots is {slots:,}, but a row holds {held:,} tokens")
     cache = _resized(state.cache, model.rules, slots)
     for leaf in (*state.cache.keys_bkht, *state.cache.values_bkth):
         leaf.delete()  # of another size, so that donating it would be of no use

@@ -13,7 +13,7 @@ from jaxtool.data import smollm2
 from jaxtool.models import LanguageModel, without_lora
 from jaxtool.parallel import AxisRules
 from jaxtool.training.run_directory import RunDirectory
-from jaxtool.weights import eos_token_ids, read_tool_ids
+from jaxtool.weights import eos_token_ids, model_fingerprint, read_tool_ids
 from jaxtool.weights.pretrained import load
 
 
@@ -26,7 +26,7 @@ class TrainedModel:
         tokenizer: of text.
         eos_token_ids: every id that ends a text, ascending.
         tools: names of the tools, in the order of their rows; none for a model without.
-        version: what tells its weights from others of the same source: the checkpoint's step, or None.
+        version: what tells its files from others of the same source: the checkpoint's step, or a fingerprint.
         settings: of the training, as `RunDirectory.settings`; empty for models that come from elsewhere.
     """
 
@@ -34,7 +34,7 @@ class TrainedModel:
     tokenizer: Any
     eos_token_ids: tuple[int, ...]
     tools: tuple[str, ...]
-    version: int | None
+    version: int | str
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def tool_id(self, name: str) -> int:
@@ -72,7 +72,7 @@ def load_trained(
             tokenizer=loaded.tokenizer,
             eos_token_ids=loaded.eos_token_ids,
             tools=tuple(names),
-            version=None,
+            version=model_fingerprint(loaded.path),
         )
     run = RunDirectory(source)
     config, step = run.model_config(), run.last_step()

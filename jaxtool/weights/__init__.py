@@ -1,6 +1,7 @@
 """Checkpoints and tokenizers, in (Hugging Face folders and GGUF files) and out (Hugging Face folders)."""
 
 from jaxtool.weights.export import export_model
+from jaxtool.weights.fingerprint import model_fingerprint
 from jaxtool.weights.gguf_config import config_from_gguf
 from jaxtool.weights.gguf_reader import GgufFile
 from jaxtool.weights.hf_config import config_from_hf, config_to_hf
@@ -26,6 +27,7 @@ __all__ = [
     "export_model",
     "generation_source",
     "load_tokenizer",
+    "model_fingerprint",
     "plan_weights",
     "read_config",
     "read_json_object",

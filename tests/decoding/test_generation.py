@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxtool.config import MeshConfig
-from jaxtool.decoding import Capture, Rows, RowSampling, Sampling, decode, decode_model, forget, padded, read
+from jaxtool.decoding import Capture, Rows, RowSampling, Sampling, decode, decode_model, forget, padded, read, resize
 from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.models import LanguageModelConfig, lora_config
 from jaxtool.parallel import make_mesh
@@ -129,6 +129,16 @@ def test_a_row_does_not_depend_on_the_others(llama: Any) -> None:
     # One seed, other numbers: other draws.
     other, _, _ = generate(model, [prompts[1]] * 2, [MIXED[1]] * 2, numbers=[1, 2])
     assert other[0] == together[0][1] != other[1]
+
+
+def test_what_rows_have_no_room_for(llama: Any) -> None:
+    """Limits above the tokens that a row can generate end there; slots that rows fill can't be taken away."""
+    model = decode_model(llama)
+    tokens, _, state = generate(model, prompts_of(4), [GREEDY] * 4, limits=[LIMIT + 9] * 4)
+    assert [len(some) for some in tokens] == [LIMIT] * 4
+    held = int(np.max(state.cache.length_b))
+    with pytest.raises(ValueError, match=f"slots is {held - 1}, but a row holds {held} tokens"):
+        resize(model, state, slots=held - 1)
 
 
 def test_limits_and_stop_tokens(llama: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
 
 from tests.scripts.test_hostile_inputs import run_all
 from tests.scripts.tiny_world import ROOT, environment
@@ -173,18 +175,34 @@ def test_a_folder_of_other_results_is_left_alone(world: Path, prompts: Path, who
     before = files(whole)
     other = tmp_path / "other.jsonl"
     other.write_text('{"prompt": "x"}\n')
-    for arguments, message in (
+    changed, damaged = tmp_path / "changed", tmp_path / "damaged"
+    shutil.copytree(world / "model", changed)
+    tensors = load_file(changed / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"] * 2}, changed / "model.safetensors")
+    shutil.copytree(whole, damaged)
+    part = damaged / "part-00001-of-00006.jsonl"
+    part.write_text(part.read_text().partition("\n")[0] + "\n")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken/results.jsonl").write_text("mine")
+    refused = (
         (command("infer/generate.py", world / "model", prompts, whole), "holds results of another run: "),
         (command("infer/generate.py", world / "model", other, whole, *GENERATE), "input_sha256 was"),
         (command("infer/generate.py", world / "model", tmp_path / "none", tmp_path / "x"), "no such file of prompts"),
         (command("infer/generate.py", world / "model", tmp_path, tmp_path / "x"), "is a folder, expected a file"),
         (command("infer/generate.py", world / "model", prompts, other), "is a file, expected a folder"),
         (command("infer/generate.py", world / "set", other, tmp_path / "x"), "config.json"),
-    ):
-        refused = run(arguments)
-        assert refused.returncode == 1
-        assert message in refused.stderr and "Traceback" not in refused.stderr, refused.stderr
+        (command("infer/generate.py", changed, prompts, whole, *GENERATE), "; version was "),
+        (command("infer/generate.py", world / "model", other, tmp_path / "taken"), "has results.jsonl but no job.json"),
+        (
+            command("infer/generate.py", world / "model", prompts, damaged, *GENERATE),
+            "damaged, expected the records of 7",
+        ),
+    )
+    results = run_all(None, *(("infer/generate.py", arguments[1:]) for arguments, _ in refused))
+    for (status, _, error), (_, message) in zip(results, refused, strict=True):
+        assert status == 1 and message in error, error
     assert files(whole) == before
+    assert (tmp_path / "taken/results.jsonl").read_text() == "mine"
 
 
 def test_an_interrupt_is_one_line(world: Path, prompts: Path, tmp_path: Path) -> None:
