@@ -94,6 +94,7 @@ def main() -> None:
             "devices": [jax.default_backend(), dict(mesh.shape)],
         },
         part_rows=config.part_rows,
+        arrays=True,
         process=jax.process_index(),
         processes=jax.process_count(),
     )

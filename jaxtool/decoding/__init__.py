@@ -5,11 +5,12 @@ from jaxtool.decoding.beam_search import BeamSearch, RankedTools, rank_tools
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.constraint import Constraint
 from jaxtool.decoding.decode_model import DecodeModel, decode_model, prefill
-from jaxtool.decoding.engine import Completion, Engine, Request, check_prompt
+from jaxtool.decoding.engine import Engine
 from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.kv_cache import KVCache
 from jaxtool.decoding.offline_job import OfflineJob, Part, write_arrays
 from jaxtool.decoding.offline_progress import OfflineProgress
+from jaxtool.decoding.requests import Completion, Request, check_prompt
 from jaxtool.decoding.rows import NO_TOOL, UNNAMED, Rows, constrain, forget, keep_rows, resize, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
 from jaxtool.decoding.tool_subset import ToolSubset

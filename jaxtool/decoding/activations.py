@@ -9,8 +9,8 @@ import numpy as np
 from jaxtool.decoding.buckets import LONGEST_READ, SHORTEST_READ, from_the_end, power
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.decode_model import DecodeModel
-from jaxtool.decoding.engine import check_prompt
 from jaxtool.decoding.generation import padded, read
+from jaxtool.decoding.requests import check_prompt
 from jaxtool.decoding.rows import Rows, shares
 from jaxtool.decoding.sampling import RowSampling, Sampling
 
@@ -64,6 +64,6 @@ def prompt_states(
                 last=False,
                 capture=capture,
             )
-        found = np.asarray(state.captured_bld)
+        found = np.asarray(state.captured_bld.astype(capture.dtype))
         progress(sum(map(len, texts)), 0)
         yield from zip(taken, found, strict=False)

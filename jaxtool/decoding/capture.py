@@ -58,22 +58,27 @@ class Capture:
             raise ValueError(f"blocks are {self.blocks}, expected them to ascend")
         return found
 
+    @property
+    def running_dtype(self) -> str:
+        """Of what a row keeps between two reads: a mean in another than float32 would be rounded with each of them."""
+        return "float32" if self.tokens == "mean" else self.dtype
+
     def reduced(self, x_bsd: jax.Array, count_b: jax.Array) -> jax.Array:
-        """What is kept of a block's states of S tokens of which `count_b` are real: [B, D], or [B, S, D] of all."""
+        """What is kept of a block's S tokens, `count_b` of them real: [B, D] in `running_dtype`, or all [B, S, D]."""
         if self.tokens == "all":
             return x_bsd.astype(self.dtype)
         if self.tokens == "last":
             return last_token(x_bsd, count_b).astype(self.dtype)
         real_bs = jnp.arange(x_bsd.shape[1]) < count_b[:, None]
         sum_bd = jnp.sum(jnp.where(real_bs[..., None], x_bsd.astype(jnp.float32), 0.0), axis=1)
-        return (sum_bd / jnp.maximum(count_b, 1)[:, None]).astype(self.dtype)
+        return sum_bd / jnp.maximum(count_b, 1)[:, None]
 
     def merged(self, old: jax.Array, old_count_b: jax.Array, new: jax.Array, count_b: jax.Array) -> jax.Array:
         """What is kept [B, L', D] of a text of which `old_count_b` tokens had been read, and `count_b` more now."""
         none_b = (count_b == 0)[:, None, None]
         if self.tokens == "mean":
             share = (count_b / jnp.maximum(old_count_b + count_b, 1)).astype(jnp.float32)[:, None, None]
-            new = (old.astype(jnp.float32) * (1 - share) + new.astype(jnp.float32) * share).astype(old.dtype)
+            new = old * (1 - share) + new * share
         return jnp.where(none_b, old, new)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,61 +18,15 @@ from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.decoding.generation import decode, padded, read
 from jaxtool.decoding.prefix import common_prefix, read_prefix, with_prefix
+from jaxtool.decoding.requests import Completion, Request, check_prompt
 from jaxtool.decoding.rows import Rows, forget, keep_rows, resize, shares, stop
 from jaxtool.decoding.sampling import RowSampling, Sampling
-from jaxtool.models import LanguageModelConfig
 
 _FEWEST_SLOTS = 128
 _LOOK = 32  # steps between two looks at the texts of rows with stop strings
 _STEPS = 128  # and at the lengths of the others
 _FEWEST_ROWS = 8  # of a share, that are decoded when others have ended: fewer take hardly less time
 _FILLED = 8  # idle rows wait until they are this part of all: each costs its share of every step
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A text to be continued.
-
-    Attributes:
-        tokens: the prompt, at least one token.
-        limit: tokens to generate at most, at least 1.
-        sampling: how they are chosen.
-        number: of the request in its job; requests with one seed draw differently.
-        stop_ids: tokens that end the text; they count as generated.
-        stop: strings that end the text; it is cut in front of them.
-    """
-
-    tokens: Sequence[int]
-    limit: int
-    sampling: Sampling = field(default_factory=Sampling)
-    number: int = 0
-    stop_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """The continuation of a request.
-
-    Attributes:
-        request: its place in the list.
-        tokens: what was generated, with the token that ended it.
-        text: of these tokens, special tokens left out, up to a stop string; empty without a tokenizer.
-        finish: "stop" for a stop token or string, "length" at the limit.
-        stop: the stop string, or the stop token, that ended it; None at the limit.
-        log_probs: of the tokens, under the model; None if they weren't asked for.
-        captured: [L', D], what was captured of the prompt, or None.
-        captured_tokens: [tokens, L', D], of the generated tokens, or None. The last token of a text is never read: NaN.
-    """
-
-    request: int
-    tokens: list[int]
-    text: str
-    finish: str
-    stop: str | int | None
-    log_probs: list[float] | None = None
-    captured: np.ndarray | None = None
-    captured_tokens: np.ndarray | None = None
 
 
 class Engine:
@@ -149,24 +102,6 @@ class Engine:
             yield from _Run(self, requests, progress).completions()
 
 
-def check_prompt(config: LanguageModelConfig, tokens: Sequence[int], limit: int = 0) -> None:
-    """Whether the model can read the prompt, and go on for `limit` tokens.
-
-    Raises:
-        ValueError: says why it can't.
-    """
-    if not len(tokens):
-        raise ValueError("the prompt has no tokens, expected at least one")
-    known = config.vocab_size + config.num_tools
-    outside = [token for token in tokens if not (isinstance(token, int | np.integer) and 0 <= token < known)]
-    if outside:
-        raise ValueError(f"the prompt has the token {outside[0]!r}, expected a whole number from 0 to {known - 1}")
-    longest = config.max_position_embeddings
-    if len(tokens) + limit > longest:
-        more = f", with {limit:,} to generate" if limit else ","
-        raise ValueError(f"the prompt has {len(tokens):,} tokens{more} more than the model's {longest:,} positions")
-
-
 class _Run:
     """A list of requests on its way through the rows."""
 
@@ -177,8 +112,13 @@ class _Run:
         rows = self.rows = min(engine.rows, most)
         self.draws = any(request.sampling.temperature > 0 for request in requests)
         penalty = any(request.sampling.repetition_penalty != 1 for request in requests)
-        # Longest first: prompts that are read together are about as long, and no long text is left for the end.
-        self.queue = deque(sorted(range(len(requests)), key=lambda i: (-len(requests[i].tokens), i)))
+        # Longest first: prompts that are read together are about as long, and no long text is left for the end. The
+        # same prompt one behind the other: it is read once.
+        first: dict[tuple[int, ...], int] = {}
+        self.same = [first.setdefault(tuple(request.tokens), i) for i, request in enumerate(requests)]
+        self.queue = deque(
+            sorted(range(len(requests)), key=lambda i: (-len(requests[i].tokens), self.same[i], i)),
+        )
         # What the whole list begins with is read once (not where sums over a prompt, or its tokens, are kept).
         alone = penalty or (engine.capture is not None and engine.capture.tokens != "last")
         self.prefix = () if alone else common_prefix([request.tokens for request in requests])
@@ -198,7 +138,10 @@ class _Run:
             log_probs=engine.log_probs,
             capture=engine.capture,
         )
-        self.prefix_cache = read_prefix(self.model, self.prefix) if self.prefix else None
+        self.prefix_cache = None
+        if self.prefix:
+            self.prefix_cache = read_prefix(self.model, self.prefix)
+            progress(len(self.prefix), 0)
 
     def completions(self) -> Iterator[Completion]:
         while self.queue or (self.of_row >= 0).any():
@@ -226,25 +169,13 @@ class _Run:
         return max(2 ** (rows.bit_length() - 1), 1) if parts == 1 else max(rows // parts, 1) * parts, length
 
     def _fill(self) -> None:
-        """Reads the prompts of the next requests into idle rows."""
+        """Reads the prompts of the next requests into idle rows, the same ones once."""
         together, length = self._shape()
-        parts, each = self.engine.shares, self.rows // self.engine.shares
-        row_p: list[int] = []
-        prompts: list[list[int]] = []
-        for part in range(parts):
-            idle = [row for row in range(part * each, (part + 1) * each) if self.of_row[row] < 0]
-            for place in range(together // parts):
-                if place < len(idle) and self.queue:
-                    self._give(idle[place], self.queue.popleft())
-                    row_p.append(idle[place])
-                    prompts.append(list(self.requests[self.of_row[idle[place]]].tokens)[len(self.prefix) :])
-                else:
-                    row_p.append(self.rows)
-                    prompts.append([])
-        given_b = np.isin(np.arange(self.rows), row_p)
-        self.state = forget(self.model, self.state, given_b)
-        self._make_room(max(len(self.requests[i].tokens) for i in self.of_row[given_b]) + 1)
-        rows = np.array(row_p, np.int32)
+        groups = self._groups(together // self.engine.shares)
+        given = [row for share in groups for group in share for row in group]
+        self.state = forget(self.model, self.state, np.isin(np.arange(self.rows), given))
+        self._make_room(max(len(self.requests[i].tokens) for i in self.of_row[given]) + 1)
+        rows, prompts, copies = self._places(groups, together // self.engine.shares)
         if self.prefix_cache is not None:
             self.state = with_prefix(self.model, self.state, self.prefix_cache, rows)
         for pieces, last in from_the_end(prompts, length):
@@ -254,11 +185,48 @@ class _Run:
                 *padded(pieces, length),
                 *self._settings(),
                 row_p=rows,
+                copies=copies if last else None,
                 draws=self.draws,
                 last=last,
                 capture=self.engine.capture,
             )
         self.progress(sum(map(len, prompts)), 0)
+
+    def _groups(self, most: int) -> list[list[list[int]]]:
+        """For each share up to so many prompts of the next requests, each with the idle rows that are given it."""
+        parts, each = self.engine.shares, self.rows // self.engine.shares
+        groups: list[list[list[int]]] = [[] for _ in range(parts)]
+        for part, share in enumerate(groups):
+            idle = [row for row in range(part * each, (part + 1) * each) if self.of_row[row] < 0]
+            while idle and self.queue and len(share) < most:
+                prompt = self.same[self.queue[0]]
+                share.append([])
+                while idle and self.queue and self.same[self.queue[0]] == prompt:
+                    self._give(idle[0], self.queue.popleft())
+                    share[-1].append(idle.pop(0))
+        return groups
+
+    def _places(
+        self, groups: list[list[list[int]]], most: int
+    ) -> tuple[np.ndarray, list[list[int]], tuple[np.ndarray, np.ndarray] | None]:
+        """The rows that read, what they read, and the copies that are made of them; see `generation.read`."""
+        copied = max(sum(len(group) - 1 for group in share) for share in groups)
+        if copied:  # few prompts fill many rows
+            most = min(most, power(max(map(len, groups)), 1))
+        row_p: list[int] = []
+        row_q: list[int] = []
+        place_q: list[int] = []
+        prompts: list[list[int]] = []
+        for share in groups:
+            others = [(row, len(row_p) + place) for place, group in enumerate(share) for row in group[1:]]
+            others += [(self.rows, len(groups) * most)] * ((power(copied, 1) if copied else 0) - len(others))
+            row_q += [row for row, _ in others]
+            place_q += [place for _, place in others]
+            row_p += [group[0] for group in share] + [self.rows] * (most - len(share))
+            read = [list(self.requests[self.of_row[group[0]]].tokens)[len(self.prefix) :] for group in share]
+            prompts += read + [[]] * (most - len(share))
+        copies = (np.array(row_q, np.int32), np.array(place_q, np.int32)) if copied else None
+        return np.array(row_p, np.int32), prompts, copies
 
     def _give(self, row: int, request: int) -> None:
         wanted = self.requests[request]
@@ -345,7 +313,9 @@ class _Run:
             return
         rest = {
             "log_probs": np.asarray(state.log_probs_bn) if self.engine.log_probs else None,
-            "captured": np.asarray(state.captured_bld) if self.engine.capture else None,
+            "captured": (
+                np.asarray(state.captured_bld.astype(self.engine.capture.dtype)) if self.engine.capture else None
+            ),
             "captured_tokens": (
                 np.asarray(state.captured_bnld) if self.engine.capture and self.engine.capture.generated else None
             ),

@@ -33,6 +33,7 @@ def read(
     *,
     draws: bool,
     row_p: jax.Array | None = None,
+    copies: tuple[jax.Array, jax.Array] | None = None,
     constraint: Constraint | None = None,
     last: bool = True,
     capture: Capture | None = None,
@@ -53,6 +54,8 @@ def read(
         draws: whether any row has a temperature.
         row_p: int32, different numbers of the rows that read; those that are none of a row (B, say) are for nobody.
             None: P is B, and each row reads its own. On a mesh as for `rows.take_rows`.
+        copies: int32 (rows [Q], places [Q] in `row_p`), further samples of a prompt: rows that then hold what those at
+            the places hold, as if they had read it all themselves; they must be empty. On a mesh as `row_p`.
         constraint: when rows name tools.
         last: whether the next tokens are chosen.
         capture: the one that the rows were made with.
@@ -78,17 +81,23 @@ def read(
 
     which_b, logits_bv = count_p > 0, logits_pv
     if row_p is not None:
-        cache = jax.tree.map(lambda x, new: put_rows(rules, x, row_p, new), state.cache, cache)
-        which_b = put_rows(rules, jnp.zeros_like(state.active_b), row_p, which_b)
+        others = None if copies is None else by_row(rules, copies)
+
+        def put(x: jax.Array, new: jax.Array) -> jax.Array:
+            x = put_rows(rules, x, row_p, new)
+            return x if others is None else put_rows(rules, x, others[0], take_rows(rules, new, others[1]))
+
+        cache = jax.tree.map(put, state.cache, cache)
+        which_b = put(jnp.zeros_like(state.active_b), which_b)
         if seen_pv is not None:
-            seen_pv = put_rows(rules, state.seen_bv, row_p, seen_pv)
+            seen_pv = put(state.seen_bv, seen_pv)
         if captured_pld is not None:
-            captured_pld = put_rows(rules, state.captured_bld, row_p, captured_pld)
+            captured_pld = put(state.captured_bld, captured_pld)
         if first_bld is not None:
-            first_bld = put_rows(rules, jnp.zeros_like(state.captured_bld), row_p, first_bld)
+            first_bld = put(jnp.zeros_like(state.captured_bld, first_bld.dtype), first_bld)
         if logits_pv is not None:
             blank_bv = jnp.broadcast_to(jnp.zeros_like(state.count_b)[:, None], (everyone, logits_pv.shape[1]))
-            logits_bv = put_rows(rules, blank_bv.astype(logits_pv.dtype), row_p, logits_pv)
+            logits_bv = put(blank_bv.astype(logits_pv.dtype), logits_pv)
     if first_bld is not None:  # what a row has generated last is the first that it reads
         state = _kept(state, state.unread_b & which_b, first_bld)
     state = replace(

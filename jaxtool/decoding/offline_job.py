@@ -55,6 +55,7 @@ class OfflineJob:
         lines: all rows.
         settings: what the results depend on besides the rows, as JSON values.
         part_rows: rows of a part.
+        arrays: whether a part has arrays besides its records: without them it isn't finished.
         process: number of this process.
         processes: how many share the parts.
 
@@ -70,6 +71,7 @@ class OfflineJob:
         settings: Mapping[str, Any],
         *,
         part_rows: int,
+        arrays: bool = False,
         process: int = 0,
         processes: int = 1,
     ) -> None:
@@ -87,7 +89,7 @@ class OfflineJob:
             )
             for number, group in enumerate(groups)
         ]
-        self.rows = len(lines)
+        self.rows, self.arrays = len(lines), arrays
         self.process, self.processes = process, processes
         self.settings = {**settings, "rows": len(lines), "part_rows": part_rows, "input_sha256": _digest(lines)}
         self._begin()
@@ -131,18 +133,21 @@ class OfflineJob:
 
     def own_parts(self) -> list[Part]:
         """This process's parts that aren't finished."""
-        return [part for part in self.parts[self.process :: self.processes] if not part.path.exists()]
+        return [part for part in self.parts[self.process :: self.processes] if not self._done(part)]
 
     @property
     def own_rows(self) -> tuple[int, int]:
         """This process's rows: all of them, and those of finished parts."""
         own = self.parts[self.process :: self.processes]
-        return sum(len(part.lines) for part in own), sum(len(part.lines) for part in own if part.path.exists())
+        return sum(len(part.lines) for part in own), sum(len(part.lines) for part in own if self._done(part))
 
     @property
     def finished(self) -> bool:
         """Whether all parts of all processes are."""
-        return all(part.path.exists() for part in self.parts)
+        return all(map(self._done, self.parts))
+
+    def _done(self, part: Part) -> bool:
+        return part.path.exists() and (not self.arrays or part.arrays.exists())
 
     def write(self, part: Part, records: Sequence[Mapping[str, Any]]) -> None:
         """Finishes a part: a record for each of its rows, in the order of its rows.
@@ -163,7 +168,7 @@ class OfflineJob:
         Raises:
             ValueError: parts are missing or damaged; says how many, or which.
         """
-        missing = sum(not part.path.exists() for part in self.parts)
+        missing = sum(not self._done(part) for part in self.parts)
         if missing:
             raise ValueError(f"{self.folder}: {missing} of {len(self.parts)} parts are not finished")
         places: list[tuple[int, int, int]] = [(0, 0, 0)] * self.rows
@@ -198,7 +203,7 @@ class OfflineJob:
     def records(self) -> Iterator[Mapping[str, Any]]:
         """The records of this process's finished parts."""
         for part in self.parts[self.process :: self.processes]:
-            if part.path.exists():
+            if self._done(part):
                 with part.path.open(encoding="utf-8") as file:
                     yield from map(json.loads, file)
 

@@ -39,7 +39,7 @@ class Rows:
         node_b: int32, where the row is in the trie of tools, `FREE` (0) while it writes free text.
         tool_b: int32, the tool that the row named last; -1 (`UNNAMED`) if none yet, -2 (`NO_TOOL`) if the outcome was
             that it needs none.
-        captured_bld: [B, L', D], what was captured of what the row has read; [B, 0, 0] without a capture.
+        captured_bld: [B, L', D], what was captured of what the row has read (a mean in float32); [B, 0, 0] if nothing.
         captured_bnld: [B, N, L', D], of each generated token that was read; [B, 0, 0, 0] if that wasn't asked for.
     """
 
@@ -100,7 +100,7 @@ def _empty(
     def filled(value: float, dtype: str, *shape: int) -> jax.Array:
         return reshard(jnp.full((rows, *shape), value, dtype), rules.spec("batch", *[None] * len(shape)))
 
-    dtype = capture.dtype if capture else "float32"
+    dtype, running = (capture.dtype, capture.running_dtype) if capture else ("float32", "float32")
     kept = (len(capture.chosen(config.num_hidden_layers)), config.hidden_size) if capture else (0, 0)
     generated = (most, *kept) if capture and capture.generated else (0, 0, 0)
     return Rows(
@@ -113,7 +113,7 @@ def _empty(
         seen_bv=filled(0, "bool", config.rows if penalty else 0),
         node_b=filled(FREE, "int32"),
         tool_b=filled(UNNAMED, "int32"),
-        captured_bld=filled(0, dtype, *kept),
+        captured_bld=filled(0, running, *kept),
         captured_bnld=filled(0, dtype, *generated),
     )
 
@@ -166,7 +166,18 @@ _resized = jax.jit(resized, static_argnums=(1, 2))
 
 
 def keep_rows(model: DecodeModel, state: Rows, row_p: jax.Array | np.ndarray) -> Rows:
-    """Only the rows `row_p` [P], int32, in that order; on a mesh as for `take_rows`. A step takes less time then."""
+    """Only the rows `row_p` [P], int32, in that order; on a mesh as for `take_rows`. A step takes less time then.
+
+    Raises:
+        ValueError: a number is none of a row, or of a row of another device than the one that is to have it.
+    """
+    numbers_p, parts, rows = np.asarray(row_p), shares(model.rules), len(state.count_b)
+    if numbers_p.ndim != 1 or not len(numbers_p) or len(numbers_p) % parts:
+        raise ValueError(f"row_p has the shape {numbers_p.shape}, expected [P], P a multiple of {parts}")
+    wanted_p = np.arange(len(numbers_p)) // (len(numbers_p) // parts)  # which share is to have the row
+    if ((numbers_p < 0) | (numbers_p // (rows // parts) != wanted_p)).any():
+        shared = f", the first {len(numbers_p) // parts} below {rows // parts} and so on" if parts > 1 else ""
+        raise ValueError(f"row_p is {numbers_p.tolist()}, expected numbers of the {rows} rows{shared}")
     kept = _kept(model.rules, state, row_p)
     for leaf in jax.tree.leaves(state):
         leaf.delete()

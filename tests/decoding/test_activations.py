@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,6 +44,16 @@ def test_prompts_together_in_parts_and_alone(model: Any, tokens: str, monkeypatc
         states = states_alone(made, prompt)[:, [0, 1, -1]]
         expected = states[-1] if tokens == "last" else states.astype(np.float64).mean(axis=0)
         np.testing.assert_allclose(found[number], expected, atol=1e-4)
+
+
+def test_a_mean_is_rounded_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxtool.decoding.activations.LONGEST_READ", 16)
+    made, prompts = decode_model(model), prompts_of(9)
+    exact = dict(prompt_states(made, prompts, Capture(tokens="mean")))
+    found = dict(prompt_states(made, prompts, Capture(tokens="mean", dtype="bfloat16")))
+    for number in range(9):
+        assert found[number].dtype == jnp.bfloat16
+        np.testing.assert_array_equal(found[number], exact[number].astype(jnp.bfloat16))
 
 
 def test_eight_devices(model: Any) -> None:

@@ -92,9 +92,43 @@ def test_a_common_prefix_is_read_once(model: Any) -> None:
     read: list[int] = []
     engine = Engine(model, Letters(), rows=4)
     found = sorted(engine.run(requests, progress=lambda tokens, _: read.append(tokens)), key=lambda each: each.request)
-    assert sum(read) == sum(len(request.tokens) - 30 for request in requests)
+    assert sum(read) == 30 + sum(len(request.tokens) - 30 for request in requests)
     for each, request in zip(found, requests, strict=True):
         assert each.tokens == run(Engine(model, Letters(), rows=1), [request])[0].tokens
+
+
+def samples_of(prompts: int, *, penalty: float = 1.0) -> list[Request]:
+    """Prompts with up to nine samples each, not side by side."""
+    found = [
+        Request(
+            tokens=request.tokens,
+            limit=request.limit + sample,
+            sampling=Sampling(temperature=1.2, seed=3 + sample, repetition_penalty=penalty),
+            number=number,
+        )
+        for number, request in enumerate(requests_of(prompts))
+        for sample in range((1, 4, 9)[number % 3])
+    ]
+    return [found[place] for place in np.random.default_rng(0).permutation(len(found))]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_samples_of_a_prompt_read_it_once(monkeypatch: pytest.MonkeyPatch, model: Any, penalty: float) -> None:
+    monkeypatch.setattr("jaxtool.decoding.engine.LONGEST_READ", 16)  # also in parts
+    requests, capture = samples_of(6, penalty=penalty), Capture(blocks=(1, -1), generated=True)
+    read: list[int] = []
+    engine = Engine(model, Letters(), rows=32, read_tokens=64, log_probs=True, capture=capture)
+    found = sorted(engine.run(requests, progress=lambda tokens, _: read.append(tokens)), key=lambda each: each.request)
+    assert sum(read) == sum(map(len, {tuple(request.tokens) for request in requests}))
+    single = Engine(model, Letters(), rows=1, log_probs=True, capture=capture)
+    for each, request in zip(found, requests, strict=True):
+        [one] = single.run([request])
+        assert each.tokens == one.tokens
+        np.testing.assert_allclose(each.log_probs, one.log_probs, atol=1e-4)
+        np.testing.assert_allclose(each.captured, one.captured, atol=1e-4)
+        np.testing.assert_allclose(each.captured_tokens, one.captured_tokens, atol=1e-4)
+    few = run(Engine(model, Letters(), rows=4, read_tokens=64), requests)  # fewer rows than samples: read again
+    assert [each.tokens for each in few] == [each.tokens for each in found]
 
 
 def test_common_prefix() -> None:
@@ -204,10 +238,13 @@ def test_eight_devices(sizes: tuple[int, int, int], monkeypatch: pytest.MonkeyPa
         found = run(engine, requests_of(17))
         assert [each.tokens for each in found] == [each.tokens for each in alone]
         shared = run(engine, requests_of(9, prefix=30))
+        samples = run(engine, samples_of(6))
         with pytest.raises(ValueError, match="expected a multiple of the"):
             Engine(engine.model, rows=3)
     expected = run(Engine(decode_model(random_model(CONFIG)), Letters(), rows=3), requests_of(9, prefix=30))
     assert [each.tokens for each in shared] == [each.tokens for each in expected]
+    expected = run(Engine(decode_model(random_model(CONFIG)), Letters(), rows=3), samples_of(6))
+    assert [each.tokens for each in samples] == [each.tokens for each in expected]
 
 
 def test_capture_of_prompts_and_generated_tokens(model: Any) -> None:

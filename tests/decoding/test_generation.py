@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 
 from jaxtool.config import MeshConfig
-from jaxtool.decoding import Capture, Rows, RowSampling, Sampling, decode, decode_model, forget, padded, read, resize
+from jaxtool.decoding import (
+    Capture,
+    Rows,
+    RowSampling,
+    Sampling,
+    decode,
+    decode_model,
+    forget,
+    keep_rows,
+    padded,
+    read,
+    resize,
+)
 from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.models import LanguageModelConfig, lora_config
 from jaxtool.parallel import make_mesh
@@ -139,6 +151,22 @@ def test_what_rows_have_no_room_for(llama: Any) -> None:
     held = int(np.max(state.cache.length_b))
     with pytest.raises(ValueError, match=f"slots is {held - 1}, but a row holds {held} tokens"):
         resize(model, state, slots=held - 1)
+
+
+def test_rows_that_are_kept_exist(llama: Any) -> None:
+    model = decode_model(llama)
+    state = Rows.empty(model, rows=4, slots=8, most=1)
+    for wrong in ([0, 4], [-1, 0], [], [[0]]):
+        with pytest.raises(ValueError, match="row_p"):
+            keep_rows(model, state, np.array(wrong, np.int32))
+    assert keep_rows(model, state, np.array([3, 1])).count_b.shape == (2,)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, model=2))
+    with jax.set_mesh(mesh):
+        model = decode_model(random_model(llama.config, mesh=mesh))
+        state = Rows.empty(model, rows=8, slots=8, most=1)
+        with pytest.raises(ValueError, match="numbers of the 8 rows, the first 1 below 2 and so on"):
+            keep_rows(model, state, np.array([0, 1, 4, 6], np.int32))
+        assert keep_rows(model, state, np.array([0, 3, 4, 6], np.int32)).count_b.shape == (4,)
 
 
 def test_limits_and_stop_tokens(llama: Any) -> None:

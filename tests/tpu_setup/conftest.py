@@ -116,7 +116,8 @@ class World:
     def start(self, script: str, *arguments: str) -> subprocess.Popen[str]:
         """Starts a script in a session of its own, as a terminal would."""
         return subprocess.Popen(
-            self.command(script, *arguments),
+            # What runs in the background of a script ignores interrupts, and so would all that it starts.
+            ["env", "--default-signal=INT", *self.command(script, *arguments)],
             cwd=self.repo,
             env=self.environment,
             stdout=subprocess.PIPE,
