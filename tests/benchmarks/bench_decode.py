@@ -13,6 +13,8 @@ All systems in one process, in turns, float32; speeds are medians, compilation i
 - `beam`: ids of three tokens (256 x 256 x place) inside a vocabulary of 128,896, width 64, 10 beams; scores relative to
   the ids' tokens ("slice") and to the children ("allowed") against scores relative to all ("full").
 - `generate`: chat prompts of BFCL through the engine, greedy, up to 256 tokens, against `generate` in batches of 16.
+  Rows lie on all devices: JAX_NUM_CPU_DEVICES=2 makes two of a CPU, each with a copy of the weights; the other sections
+  take one. `--rows` is the engine's.
 - `uniform`: 16 prompts of 64 tokens, 128 more each; `single`: one of them. `bandwidth_fraction`: bytes of weights and
   cache that a step at batch 1 reads, over those that a plain matrix-vector product of that size reads in the same time.
   Both in llama.cpp too, on the same weights in float32, where LLAMA_CPP_PYTHON names an interpreter that has
@@ -124,7 +126,7 @@ def retrieve(rounds: int) -> dict[str, Any]:
     prompts = ChatPrompts(tokenizer, max_length=256)
     texts = texts_of(32)
     lengths = [len(prompts.prompt(text).ids) for text in texts]
-    mesh = make_mesh(MeshConfig())
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         model = jax.jit(lambda: Llama(config, rngs=nnx.Rngs(0)))()
     many = ToolRetriever(model, prompts, mesh, batch_size=16)
@@ -235,27 +237,32 @@ def beam(rounds: int) -> dict[str, Any]:
     }
 
 
-def generate(model: DecodeModel, loaded: Any, folder: Path, count: int, rounds: int) -> dict[str, Any]:
+def generate(folder: Path, count: int, rows: int, rounds: int) -> dict[str, Any]:
     """Real prompts of mixed lengths that end where the model ends them."""
+    mesh = make_mesh(MeshConfig())
+    loaded = jaxtool.load(smollm2(), mesh=mesh)
     prompts = ChatPrompts(loaded.tokenizer, max_length=1024)
     ids = [prompts.prompt(text).ids for text in texts_of(count)]
     requests = [
         Request(tokens=each, limit=256, stop_ids=loaded.eos_token_ids, number=number) for number, each in enumerate(ids)
     ]
-    engine = Engine(model, loaded.tokenizer)
     peer = TorchGenerator(folder)
-    seconds, results = timed(
-        {
-            "": lambda: {done.request: done.tokens for done in engine.run(requests)},
-            "torch": lambda: peer.generate(ids, 256, loaded.eos_token_ids, 16),
-        },
-        rounds,
-        warm=("",),  # minutes, in which the peer compiles nothing
-    )
+    with jax.set_mesh(mesh):
+        engine = Engine(decode_model(loaded.model, donate=True), loaded.tokenizer, rows=rows)
+        seconds, results = timed(
+            {
+                "": lambda: {done.request: done.tokens for done in engine.run(requests)},
+                "torch": lambda: peer.generate(ids, 256, loaded.eos_token_ids, 16),
+            },
+            rounds,
+            warm=("",),  # minutes, in which the peer compiles nothing
+        )
     ours, theirs = results[""], results["torch"]
     tokens = sum(map(len, ours.values()))
     return {
         "generate_prompts": len(ids),
+        "generate_devices": len(jax.devices()),
+        "generate_rows": rows,
         "generate_tokens": tokens,
         "generate_tokens_per_second": tokens / seconds[""],
         "generate_torch_tokens_per_second": sum(map(len, theirs.values())) / seconds["torch"],
@@ -344,6 +351,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=3, help="timed turns of each system")
     parser.add_argument("--prompts", type=int, default=200, help="chat prompts of `generate`")
+    parser.add_argument("--rows", type=int, default=64, help="rows of the engine in `generate`")
     sections = ("retrieve", "slice", "beam", "generate", "uniform", "single", "capture")
     parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="what to measure")
     options = parser.parse_args()
@@ -366,7 +374,7 @@ def main() -> None:
             if "single" in only:
                 figures |= uniform(model, path, 1, "single", rounds)
             if "generate" in only:
-                figures |= generate(model, loaded, path, options.prompts, max(rounds // 3, 1))
+                figures |= generate(path, options.prompts, options.rows, max(rounds // 3, 1))
             if "capture" in only:
                 figures |= capture(model, rounds)
     figures = {name: float(f"{x:.4g}") if isinstance(x, float) else x for name, x in figures.items()}
