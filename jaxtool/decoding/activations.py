@@ -10,6 +10,7 @@ from jaxtool.decoding.buckets import LONGEST_READ, SHORTEST_READ, from_the_end, 
 from jaxtool.decoding.capture import Capture
 from jaxtool.decoding.decode_model import DecodeModel
 from jaxtool.decoding.generation import padded, read
+from jaxtool.decoding.prefix import common_prefix, read_prefix, with_prefix
 from jaxtool.decoding.requests import check_prompt
 from jaxtool.decoding.rows import Rows, shares
 from jaxtool.decoding.sampling import RowSampling, Sampling
@@ -25,6 +26,8 @@ def prompt_states(
     progress: Callable[[int, int], object] = lambda read, made: None,
 ) -> Iterator[tuple[int, np.ndarray]]:
     """What is captured of each prompt: its number and [L', D], longest prompts first.
+
+    What all prompts begin with is read once, where the capture is of the last token.
 
     Args:
         model: the model.
@@ -43,14 +46,19 @@ def prompt_states(
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from None
     parts = shares(model.rules)
+    prefix = common_prefix(prompts) if capture.tokens == "last" else ()
+    prefix_cache = read_prefix(model, prefix) if prefix else None
+    progress(len(prefix), 0)
     queue = sorted(range(len(prompts)), key=lambda i: (-len(prompts[i]), i))
     while queue:
-        length = power(min(len(prompts[queue[0]]), LONGEST_READ), SHORTEST_READ)
+        length = power(min(len(prompts[queue[0]]) - len(prefix), LONGEST_READ), SHORTEST_READ)
         together = max(min(read_tokens // length, rows) // parts, 1) * parts
         taken, queue = queue[:together], queue[together:]
-        texts = [list(prompts[i]) for i in taken] + [[]] * (together - len(taken))
-        slots = -(-max(map(len, texts)) // length) * length
+        texts = [list(prompts[i][len(prefix) :]) for i in taken] + [[]] * (together - len(taken))
+        slots = len(prefix) + -(-max(map(len, texts)) // length) * length
         state = Rows.empty(model, rows=together, slots=slots, most=1, log_probs=False, capture=capture)
+        if prefix_cache is not None:
+            state = with_prefix(model, state, prefix_cache, np.arange(together, dtype=np.int32))
         settings = RowSampling.of([Sampling()] * together, range(together))
         for pieces, _ in from_the_end(texts, length):
             state = read(

@@ -46,6 +46,21 @@ def test_prompts_together_in_parts_and_alone(model: Any, tokens: str, monkeypatc
         np.testing.assert_allclose(found[number], expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("tokens", ["last", "mean"])
+def test_a_common_prefix_is_read_once(model: Any, tokens: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxtool.decoding.activations.LONGEST_READ", 16)
+    made, common = decode_model(model), np.random.default_rng(1).integers(90, size=20).tolist()
+    prompts = [common + prompt for prompt in prompts_of(9)]
+    counts: list[int] = []
+    capture = Capture(blocks=(0, 1, -1), tokens=tokens)
+    found = dict(prompt_states(made, prompts, capture, rows=4, progress=lambda read, _: counts.append(read)))
+    assert sum(counts) == sum(map(len, prompts)) - (8 * 20 if tokens == "last" else 0)
+    for number, prompt in enumerate(prompts):
+        states = states_alone(made, prompt)[:, [0, 1, -1]]
+        expected = states[-1] if tokens == "last" else states.astype(np.float64).mean(axis=0)
+        np.testing.assert_allclose(found[number], expected, atol=1e-4)
+
+
 def test_a_mean_is_rounded_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jaxtool.decoding.activations.LONGEST_READ", 16)
     made, prompts = decode_model(model), prompts_of(9)
@@ -63,8 +78,11 @@ def test_eight_devices(model: Any) -> None:
     with jax.set_mesh(mesh):
         made = decode_model(random_model(model.config, mesh=mesh))
         found = dict(prompt_states(made, prompts, capture, rows=8, read_tokens=256))
+        shared = dict(prompt_states(made, [[*range(20), *prompt] for prompt in prompts], capture, rows=8))
     for number in range(9):
         np.testing.assert_allclose(found[number], expected[number], atol=1e-4)
+        alone = states_alone(decode_model(model), [*range(20), *prompts[number]])
+        np.testing.assert_allclose(shared[number], alone[-1], atol=1e-4)
 
 
 def test_blocks() -> None:
