@@ -24,7 +24,7 @@ MAPS = Path("/proc/self/maps")
 
 @pytest.fixture(autouse=True, scope="module")
 def few_memory_maps() -> Iterator[None]:
-    """Compiled programs hold memory maps, of which Linux gives a process 65,530: beyond that the compiler crashes."""
+    """Compiled programs hold memory maps, of which Linux gives a process 65,530: thousands of programs come near it."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > 15_000:
         import jax  # late: the environment above comes first
