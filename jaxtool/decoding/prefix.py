@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtool.decoding.buckets import LONGEST_READ
 from jaxtool.decoding.decode_model import DecodeModel, prefill
 from jaxtool.decoding.kv_cache import KVCache
 from jaxtool.decoding.rows import Rows, by_row, put_rows, repeat_rows, shares, take_rows
@@ -30,8 +31,21 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 def read_prefix(model: DecodeModel, tokens: Sequence[int]) -> KVCache:
     """The keys and values of the tokens: a cache with one row for each share of a batch, all alike."""
     rows = shares(model.rules)
-    _, cache = prefill(model, np.tile(np.asarray(tokens, np.int32), (rows, 1)), np.full(rows, len(tokens), np.int32))
+
+    def part(first: int) -> tuple[np.ndarray, np.ndarray]:
+        some = np.asarray(tokens[first : first + LONGEST_READ], np.int32)
+        return np.tile(some, (rows, 1)), np.full(rows, len(some), np.int32)
+
+    _, cache = prefill(model, *part(0), slots=len(tokens))
+    for first in range(LONGEST_READ, len(tokens), LONGEST_READ):  # in parts: scores grow with the square of one
+        cache = _read_on(model, *part(first), cache)
     return cache
+
+
+@jax.jit(donate_argnames="cache")
+def _read_on(model: DecodeModel, tokens_bs: jax.Array, count_b: jax.Array, cache: KVCache) -> KVCache:
+    tokens_bs, count_b = by_row(model.rules, (tokens_bs, count_b))
+    return model.extend(tokens_bs, count_b, cache)[1]
 
 
 @jax.jit(donate_argnames="state")

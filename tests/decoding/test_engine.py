@@ -131,6 +131,23 @@ def test_samples_of_a_prompt_read_it_once(monkeypatch: pytest.MonkeyPatch, model
     assert [each.tokens for each in few] == [each.tokens for each in found]
 
 
+def test_a_long_prefix_is_read_in_parts(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    monkeypatch.setattr("jaxtool.decoding.prefix.LONGEST_READ", 16)
+    lengths: list[int] = []
+    extend = type(model).extend
+
+    def noting(self: Any, tokens_bs: Any, *rest: Any) -> Any:
+        lengths.append(tokens_bs.shape[1])
+        return extend(self, tokens_bs, *rest)
+
+    monkeypatch.setattr(type(model), "extend", noting)
+    requests = requests_of(9, prefix=45)
+    found = run(Engine(model, Letters(), rows=4), requests)
+    assert lengths == [16, 16, 13]  # traced: the first part, the second, the last
+    for each, request in zip(found, requests, strict=True):
+        assert each.tokens == run(Engine(model, Letters(), rows=1), [request])[0].tokens
+
+
 def test_common_prefix() -> None:
     words = list(range(20))
     assert common_prefix([[*words, 1, 2], [*words, 1, 3, 4], [*words, 1]]) == tuple(words)
